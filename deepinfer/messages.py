@@ -1,0 +1,56 @@
+"""Frozen messages that cross the border between scheduler and worker. No tensors, no behaviour.
+
+A step is a ragged batch of rows. A row is one token of one sequence at an absolute position. Prefill chunks, decode
+rows, draft verification and replay after a prefix hit are all chunks of rows with different flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PLACEHOLDER_TOKEN = -1
+"""Stands for the token that the previous step is still sampling; the worker fills it in on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive rows of one sequence in one step."""
+
+    request_id: str
+    start: int
+    """Absolute position of the first row, in tokens."""
+    token_ids: tuple[int, ...]
+    """Ids of the rows, each in ``[0, vocab)`` or :data:`PLACEHOLDER_TOKEN`."""
+    history: tuple[int, ...]
+    """True ids just before ``start``, oldest first: ``min(start, max_ngram - 1)`` of them, for the n-gram hash."""
+    block_table: tuple[int, ...]
+    """Physical block ids in token order; covers ``start + len(token_ids)`` tokens at least."""
+    state_slot: int
+    """Where the sequence keeps its windows and compressor state."""
+    num_sampled: int
+    """The last ``num_sampled`` rows give a distribution to sample from: 0 for a prompt chunk that is not the last."""
+    is_prefill: bool
+    """The rows are prompt (or recomputed) tokens rather than newly generated ones."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Position just after the last row."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything that one forward runs, in batch order."""
+
+    step_id: int
+    chunks: tuple[Chunk, ...]
+    preempted: tuple[str, ...] = ()
+    """Requests that lost their blocks while this step was planned; they are waiting again."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(chunk.num_rows for chunk in self.chunks)
