@@ -59,9 +59,8 @@ def _check_list(key: str, ids: Sequence[int], ratios: Sequence[int]) -> None:
         if not 0 <= layer < len(ratios):
             raise _inconsistent(key, list(ids), f"there is no layer {layer}", f"use layers 0 to {len(ratios) - 1}")
         if ratios[layer] == 0:
-            raise _inconsistent(
-                key, list(ids), f"layer {layer} has compress ratio 0 and owns no stream", "name layers with ratio 1 or 2"
-            )
+            why = f"layer {layer} has compress ratio 0 and owns no stream"
+            raise _inconsistent(key, list(ids), why, "name layers with ratio 1 or 2")
 
 
 def plan_layers(
@@ -106,58 +105,64 @@ def plan_layers(
             "candidate blocks are made from an indexer's scores",
             f"choose from index_source_layer_ids {list(index_sources)}, or null",
         )
+    lists = {
+        "kv_source_layer_ids": kv_sources,
+        "index_k_source_layer_ids": index_k_sources,
+        "index_source_layer_ids": index_sources,
+    }
     plans = []
     for layer, ratio in enumerate(compress_ratios):
-        common = {
-            "layer_id": layer,
-            "ratio": ratio,
-            "has_engram": layer in engram_layers,
-            "is_feature_target": layer in feature_layers,
-        }
+        has_engram = layer in engram_layers
+        is_target = layer in feature_layers
         if ratio == 0:
-            plans.append(LayerPlan(mode=IndexMode.NONE, **common))
-            continue
-        found = {}
-        for name, key, sources in (
-            ("kv_source", "kv_source_layer_ids", kv_sources),
-            ("index_k_source", "index_k_source_layer_ids", index_k_sources),
-            ("index_source", "index_source_layer_ids", index_sources),
-        ):
-            source = _source_of(layer, sources)
-            if source is None:
-                raise _inconsistent(
-                    key, list(sources), f"layer {layer} (ratio {ratio}) has no source at or before it", f"add layer {layer}"
-                )
-            if compress_ratios[source] != ratio:
-                raise _inconsistent(
-                    key,
-                    list(sources),
-                    f"layer {layer} has ratio {ratio} but its source {source} has ratio {compress_ratios[source]}",
-                    f"start a segment at the first layer of ratio {ratio}",
-                )
-            found[name] = source
-        if found["index_source"] != layer:
-            mode = IndexMode.REUSE
-        elif candidate_source is not None and layer > candidate_source:
-            mode = IndexMode.REINDEX
-            shared = _source_of(candidate_source, index_k_sources)
-            if found["index_k_source"] != shared:
-                raise _inconsistent(
-                    "candidate_source_layer_id",
-                    candidate_source,
-                    f"layer {layer} selects inside its candidate blocks but reads the index keys of layer "
-                    f"{found['index_k_source']}, not of {shared}",
-                    "keep one index-key source from the candidate source on",
-                )
-        else:
-            mode = IndexMode.FULL
-        plans.append(
-            LayerPlan(
-                mode=mode,
-                owns_index_keys=found["index_k_source"] == layer,
-                is_candidate_source=layer == candidate_source,
-                **common,
-                **found,
+            plan = LayerPlan(
+                layer_id=layer, ratio=0, mode=IndexMode.NONE, has_engram=has_engram, is_feature_target=is_target
             )
-        )
+        else:
+            kv, index_k, index = (_checked_source(layer, key, ids, compress_ratios) for key, ids in lists.items())
+            plan = LayerPlan(
+                layer_id=layer,
+                ratio=ratio,
+                mode=_index_mode(layer, index, index_k, candidate_source, index_k_sources),
+                kv_source=kv,
+                index_k_source=index_k,
+                index_source=index,
+                owns_index_keys=index_k == layer,
+                is_candidate_source=layer == candidate_source,
+                has_engram=has_engram,
+                is_feature_target=is_target,
+            )
+        plans.append(plan)
     return tuple(plans)
+
+
+def _checked_source(layer: int, key: str, sources: Sequence[int], ratios: Sequence[int]) -> int:
+    """The source of a compressing layer in one list, of the same ratio as the layer."""
+    source = _source_of(layer, sources)
+    if source is None:
+        why = f"layer {layer} (ratio {ratios[layer]}) has no source at or before it"
+        raise _inconsistent(key, list(sources), why, f"add layer {layer}")
+    if ratios[source] != ratios[layer]:
+        why = f"layer {layer} has ratio {ratios[layer]} but its source {source} has ratio {ratios[source]}"
+        raise _inconsistent(key, list(sources), why, f"start a segment at the first layer of ratio {ratios[layer]}")
+    return source
+
+
+def _index_mode(
+    layer: int, index_source: int, index_k_source: int, candidate_source: int | None, index_k_sources: Sequence[int]
+) -> IndexMode:
+    """How a compressing layer selects; a layer behind the candidate source has to read the same index keys."""
+    if index_source != layer:
+        return IndexMode.REUSE
+    if candidate_source is None or layer <= candidate_source:
+        return IndexMode.FULL
+    shared = _source_of(candidate_source, index_k_sources)
+    if index_k_source != shared:
+        raise _inconsistent(
+            "candidate_source_layer_id",
+            candidate_source,
+            f"layer {layer} selects inside its candidate blocks but reads the index keys of layer {index_k_source}, "
+            f"not of {shared}",
+            "keep one index-key source from the candidate source on",
+        )
+    return IndexMode.REINDEX

@@ -6,6 +6,7 @@ Source of names, defaults and rejections: the model specification, section 2. Re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,17 +14,12 @@ from deepinfer.config.engram_hashing import engram_primes
 from deepinfer.config.layer_plan import LayerPlan, plan_layers
 from deepinfer.errors import ConfigError
 
-
-def _reject(key: str, value: object, supported: str, why: str = "the model's arithmetic is defined for that only"):
-    raise ConfigError(f"config key {key} is {value!r}", why=why, fix=f"supported: {supported}")
+_ONLY_MEANING = "the model's arithmetic is defined for that only"
 
 
-def _require(condition: bool, key: str, value: object, supported: str, why: str | None = None) -> None:
+def _require(condition: bool, key: str, value: object, supported: str, why: str = _ONLY_MEANING) -> None:
     if not condition:
-        if why is None:
-            _reject(key, value, supported)
-        else:
-            _reject(key, value, supported, why)
+        raise ConfigError(f"config key {key} is {value!r}", why=why, fix=f"supported: {supported}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +34,7 @@ class YarnConfig:
     def __post_init__(self) -> None:
         for key in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
             value = getattr(self, key)
-            _require(value > 0, f"text_config.rope_scaling.{key}", value, "a positive number")
+            _require(0 < value < math.inf, f"text_config.rope_scaling.{key}", value, "a positive number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +84,13 @@ class VisionConfig:
             "patch_size",
             "downsample_ratio",
             "max_image_tokens",
+            "min_pixels",
         ):
             value = getattr(self, key)
             _require(value >= 1, f"vision_config.{key}", value, "an integer >= 1")
+        _require(0 < self.rope_theta < math.inf, "vision_config.rope_theta", self.rope_theta, "a positive number")
+        ratio = self.max_wh_ratio
+        _require(ratio is None or ratio >= 1, "vision_config.max_wh_ratio", ratio, "null or a number >= 1")
         heads = self.num_attention_heads
         _require(self.hidden_size % heads == 0, "vision_config.num_attention_heads", heads, "a divisor of hidden_size")
         head_dim = self.hidden_size // heads
@@ -165,6 +165,7 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         self._check_fixed_choices()
+        self._check_numbers()
         self._check_widths()
         self._check_ratios()
         self._check_selection()
@@ -212,6 +213,16 @@ class TextConfig:
             value = getattr(self, key)
             _require(value == only, f"text_config.{key}", value, repr(only))
 
+    def _check_numbers(self) -> None:
+        for key in ("routed_scaling_factor", "swiglu_limit", "rope_theta", "compress_rope_theta"):
+            value = getattr(self, key)
+            _require(0 < value < math.inf, f"text_config.{key}", value, "a positive number")
+        for key in ("rms_norm_eps", "hc_eps"):
+            value = getattr(self, key)
+            _require(0 <= value < math.inf, f"text_config.{key}", value, "a number >= 0")
+        stages = self.num_nextn_predict_layers
+        _require(stages >= 0, "text_config.num_nextn_predict_layers", stages, "an integer >= 0")
+
     def _check_widths(self) -> None:
         positive = (
             "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank "
@@ -226,7 +237,8 @@ class TextConfig:
             value = getattr(self, key)
             _require(value % 32 == 0, f"text_config.{key}", value, "a multiple of 32", groups)
         group_width = self.o_groups * self.o_lora_rank
-        _require(group_width % 32 == 0, "text_config.o_lora_rank", self.o_lora_rank, "o_groups * rank % 32 == 0", groups)
+        rank = self.o_lora_rank
+        _require(group_width % 32 == 0, "text_config.o_lora_rank", rank, "o_groups * o_lora_rank % 32 == 0", groups)
         _require(
             self.num_attention_heads % self.o_groups == 0,
             "text_config.o_groups",
@@ -250,8 +262,6 @@ class TextConfig:
             f"at most n_routed_experts ({self.n_routed_experts})",
             "a token cannot visit more experts than there are",
         )
-        _require(self.rms_norm_eps >= 0, "text_config.rms_norm_eps", self.rms_norm_eps, "a number >= 0")
-        _require(self.swiglu_limit > 0, "text_config.swiglu_limit", self.swiglu_limit, "a positive number")
 
     def _check_ratios(self) -> None:
         expected = self.num_hidden_layers + self.num_nextn_predict_layers
@@ -294,24 +304,27 @@ class TextConfig:
     def _check_engram(self) -> None:
         ids = self.engram_layer_ids
         if not ids:
-            _require(not self.engram_num_embeddings, "text_config.engram_num_embeddings", self.engram_num_embeddings, "none")
+            counts = list(self.engram_num_embeddings)
+            _require(not counts, "text_config.engram_num_embeddings", counts, "[] without engram layers")
             return
         _require(
-            list(ids) == sorted(set(ids)) and 0 <= ids[0] and ids[-1] < self.num_hidden_layers,
+            list(ids) == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < self.num_hidden_layers,
             "text_config.engram_layer_ids",
             list(ids),
             f"distinct ascending layers below {self.num_hidden_layers}",
             "they name backbone layers",
         )
-        _require(self.engram_max_ngram_size >= 2, "text_config.engram_max_ngram_size", self.engram_max_ngram_size, ">= 2")
+        ngram = self.engram_max_ngram_size
+        _require(ngram >= 2, "text_config.engram_max_ngram_size", ngram, "an integer >= 2")
+        _require(
+            self.engram_vocab_size >= 2, "text_config.engram_vocab_size", self.engram_vocab_size, "an integer >= 2"
+        )
         _require(self.engram_n_heads >= 1, "text_config.engram_n_heads", self.engram_n_heads, "an integer >= 1")
         width = self.engram_head_dim
         _require(width >= 32 and width % 32 == 0, "text_config.engram_head_dim", width, "a multiple of 32")
         pad = self.engram_pad_token_id
         _require(0 <= pad < self.vocab_size, "text_config.engram_pad_token_id", pad, f"an id below {self.vocab_size}")
-        primes = engram_primes(
-            len(ids), self.engram_max_ngram_size, self.engram_n_heads, self.engram_vocab_size
-        )
+        primes = engram_primes(len(ids), self.engram_max_ngram_size, self.engram_n_heads, self.engram_vocab_size)
         expected = tuple(sum(layer) for layer in primes)
         _require(
             tuple(self.engram_num_embeddings) == expected,
@@ -322,15 +335,13 @@ class TextConfig:
         )
 
     def _check_draft(self) -> None:
-        stages = self.num_nextn_predict_layers
-        _require(stages >= 0, "text_config.num_nextn_predict_layers", stages, "an integer >= 0")
         _require(
             self.dspark_target_attn_input is True,
             "text_config.dspark_target_attn_input",
             self.dspark_target_attn_input,
             "True",
         )
-        if not stages:
+        if not self.num_nextn_predict_layers:
             return
         targets = self.dspark_target_layer_ids
         in_range = bool(targets) and all(0 <= layer < self.num_hidden_layers for layer in targets)
@@ -342,7 +353,8 @@ class TextConfig:
             "the draft takes its features there",
         )
         noise = self.dspark_noise_token_id
-        _require(0 <= noise < self.vocab_size, "text_config.dspark_noise_token_id", noise, f"an id below {self.vocab_size}")
+        in_vocab = f"an id below {self.vocab_size}"
+        _require(0 <= noise < self.vocab_size, "text_config.dspark_noise_token_id", noise, in_vocab)
         for key in ("dspark_block_size", "dspark_markov_rank", "dspark_n_routed_experts", "dspark_num_experts_per_tok"):
             value = getattr(self, key)
             _require(value >= 1, f"text_config.{key}", value, "an integer >= 1 when there are draft stages")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ def load_model_config(path: str | Path) -> ModelConfig:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise CheckpointFileError(f"model path {path} does not exist", why="a checkpoint is a directory", fix="check it")
+        raise CheckpointFileError(
+            f"model path {path} does not exist", why="a checkpoint is a directory", fix="check it"
+        )
     if not file.is_file():
         raise CheckpointFileError(
             f"no config.json in {path}", why="a checkpoint directory holds config.json", fix="point to that directory"
@@ -63,6 +65,12 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(
             f"config key architectures is {architectures!r}",
             why="exactly one architecture is expected",
+            fix="supported: ['DeepseekV41ForCausalLM']",
+        )
+    if not isinstance(architectures[0], str):
+        raise ConfigError(
+            f"config key architectures is {architectures!r}",
+            why="it has to be a list of names",
             fix="supported: ['DeepseekV41ForCausalLM']",
         )
     vision = raw.get("vision_config")
@@ -118,7 +126,9 @@ def _plain(value: Any) -> dict[str, Any]:
 
 def _required(raw: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in raw or raw[key] is None:
-        raise ConfigError(f"config key {where}{key} is missing", why="it has no default", fix="use the released config.json")
+        raise ConfigError(
+            f"config key {where}{key} is missing", why="it has no default", fix="use the released config.json"
+        )
     return raw[key]
 
 
@@ -130,7 +140,9 @@ def _integer(raw: Mapping[str, Any], key: str) -> int:
 def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     section = _required(raw, key, "")
     if not isinstance(section, Mapping):
-        raise ConfigError(f"config key {key} is {section!r}", why="it has to be an object", fix="use the released config.json")
+        raise ConfigError(
+            f"config key {key} is {section!r}", why="it has to be an object", fix="use the released config.json"
+        )
     return section
 
 
@@ -151,7 +163,9 @@ def _typed(value: Any, annotation: str, key: str) -> Any:
     if kind.startswith("tuple") and isinstance(value, (list, tuple)):
         return tuple(_typed(item, "int", f"{key}[{index}]") for index, item in enumerate(value))
     wanted = "a list of integers" if kind.startswith("tuple") else f"of type {kind}"
-    raise ConfigError(f"config key {key} is {value!r}", why=f"it has to be {wanted}", fix="use the released config.json")
+    raise ConfigError(
+        f"config key {key} is {value!r}", why=f"it has to be {wanted}", fix="use the released config.json"
+    )
 
 
 def _fields_from(cls: type, section: Mapping[str, Any], where: str, special: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,16 +184,21 @@ def _fields_from(cls: type, section: Mapping[str, Any], where: str, special: Map
     return values
 
 
+def _warn_unknown(section: Mapping[str, Any], cls: type, where: str, ignored: Iterable[str]) -> None:
+    unknown = sorted(set(section) - {field.name for field in dataclasses.fields(cls)} - set(ignored))
+    if unknown:
+        logger.warning("config keys not used by this engine: %s", ", ".join(f"{where}.{key}" for key in unknown))
+
+
 def _text_config(section: Mapping[str, Any]) -> TextConfig:
     for key in _REFUSED_WHEN_SET:
         if section.get(key):
             raise ConfigError(
-                f"config key text_config.{key} is {section[key]!r}", why="V4.1 has no such part", fix="supported: absent"
+                f"config key text_config.{key} is {section[key]!r}",
+                why="V4.1 has no such part",
+                fix="supported: absent",
             )
-    known = {field.name for field in dataclasses.fields(TextConfig)}
-    unknown = sorted(set(section) - known - _IGNORED_TEXT_KEYS)
-    if unknown:
-        logger.warning("config keys not used by this engine: %s", ", ".join(f"text_config.{key}" for key in unknown))
+    _warn_unknown(section, TextConfig, "text_config", _IGNORED_TEXT_KEYS)
     special: dict[str, Any] = {"rope_scaling": _yarn_config(section.get("rope_scaling"))}
     return TextConfig(**_fields_from(TextConfig, section, "text_config", special))
 
@@ -192,15 +211,22 @@ def _yarn_config(raw: Any) -> YarnConfig | None:
         raise ConfigError(f"config key {where} is {raw!r}", why="it has to be an object or null", fix="see the release")
     kind = raw.get("rope_type", raw.get("type"))
     if kind != "yarn" or raw.get("type", kind) != "yarn":
-        raise ConfigError(f"config key {where}.rope_type is {kind!r}", why="only YaRN is defined", fix="supported: 'yarn'")
+        raise ConfigError(
+            f"config key {where}.rope_type is {kind!r}", why="only YaRN is defined", fix="supported: 'yarn'"
+        )
+    for key in ("factor", "original_max_position_embeddings"):
+        _required(raw, key, f"{where}.")  # guessing the training length would bend every long prompt, quietly
+    _warn_unknown(raw, YarnConfig, where, ("rope_type", "type"))
     return YarnConfig(**_fields_from(YarnConfig, raw, where, {}))
 
 
 def _vision_config(section: Mapping[str, Any]) -> VisionConfig:
+    _warn_unknown(section, VisionConfig, "vision_config", ("model_type",))
     return VisionConfig(**_fields_from(VisionConfig, section, "vision_config", {}))
 
 
 def _quantization_config(section: Mapping[str, Any]) -> QuantizationConfig:
+    _warn_unknown(section, QuantizationConfig, "quantization_config", ())
     for field in dataclasses.fields(QuantizationConfig):
         _required(section, field.name, "quantization_config.")
     return QuantizationConfig(**_fields_from(QuantizationConfig, section, "quantization_config", {}))
