@@ -1,0 +1,143 @@
+"""The engine's configuration: one frozen tree, built once by :func:`deepinfer.config.resolve.resolve`.
+
+Defaults live in :mod:`deepinfer.config.options`; here are the fields and the ranges that each of them accepts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepinfer.config.scheduler import SchedulerConfig
+from deepinfer.errors import ConfigError
+
+BLOCK_TOKENS = 128
+"""Tokens of one block of KV memory over all streams; a design constant of the cache, not a tuning knob."""
+
+
+def _require(condition: bool, field: str, value: object, why: str, fix: str) -> None:
+    if not condition:
+        raise ConfigError(f"{field} is {value!r}", why=why, fix=fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where the model comes from. The model's own numbers are in :class:`deepinfer.config.model.ModelConfig`."""
+
+    path: Path
+    """Directory with ``config.json``."""
+    tokenizer_path: Path
+    load_format: str
+    """``auto``: the checkpoint's weights. ``dummy``: random ones of the same shapes."""
+    num_layers: int | None
+    """Only the first layers are kept; None keeps all."""
+
+    def __post_init__(self) -> None:
+        number = self.num_layers
+        _require(number is None or number >= 1, "num_layers", number, "it counts layers", "give a number >= 1")
+        _require(
+            number is None or self.load_format == "dummy",
+            "num_layers",
+            number,
+            f"load_format is {self.load_format!r}, and a checkpoint is loaded whole or not at all",
+            "add load_format='dummy', or leave num_layers out",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """What the engine runs on."""
+
+    platform: str
+    """``cpu``, ``nvidia`` or ``ascend``: already checked to be available."""
+    num_threads: int
+    """Host threads of one forward."""
+
+    def __post_init__(self) -> None:
+        number = self.num_threads
+        _require(number >= 1, "num_threads", number, "a forward needs a thread", "give a number >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How KV memory is cut up."""
+
+    num_blocks: int | None
+    """Blocks with the null block among them; None until the cache is sized."""
+    memory_fraction: float
+    """Share of the free device memory that the caches may take, in (0, 1]."""
+    block_tokens: int
+    """Tokens of one block."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_blocks is None or self.num_blocks >= 2,
+            "num_blocks",
+            self.num_blocks,
+            "block 0 is the null block, so a pool needs two",
+            "give a number >= 2, or 'auto'",
+        )
+        _require(
+            0 < self.memory_fraction <= 1,
+            "memory_fraction",
+            self.memory_fraction,
+            "it is a share of free device memory, so it lies in (0, 1]",
+            "try 0.5 on a CPU, 0.9 on a GPU; lower it if other processes use the memory",
+        )
+        _require(
+            self.block_tokens == BLOCK_TOKENS,
+            "block_tokens",
+            self.block_tokens,
+            f"caches, tables and their sizes are laid out for blocks of {BLOCK_TOKENS} tokens",
+            f"leave it out, or give {BLOCK_TOKENS}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """Sampling of a request that brings no parameters of its own, and the ids that nobody gets."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    token_blacklist: tuple[tuple[int, int], ...]
+    """Inclusive ranges of ids that are never generated."""
+
+    def __post_init__(self) -> None:
+        value: float = self.temperature
+        _require(value >= 0, "default_temperature", value, "it divides logits", "give a number >= 0 (0 is greedy)")
+        value = self.top_p
+        _require(0 < value <= 1, "default_top_p", value, "it is a share of probability", "give a number in (0, 1]")
+        value = self.top_k
+        _require(value == -1 or value >= 1, "default_top_k", value, "it counts tokens", "give -1 for all, or >= 1")
+        value = self.max_tokens
+        _require(value >= 1, "default_max_tokens", value, "a request generates a token", "give a number >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserveConfig:
+    """What the engine says about itself while it runs."""
+
+    logging_interval_steps: int
+    """Steps between two lines of statistics; 0 or less: none."""
+    disable_log_stats: bool
+
+    @property
+    def logs_statistics(self) -> bool:
+        return self.logging_interval_steps > 0 and not self.disable_log_stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that is decided before the engine starts. Each component is handed its own branch."""
+
+    model: ModelSource
+    device: DeviceConfig
+    numerics: str
+    """``faithful``: roundings where the model has them. ``float32``: none, for comparisons with float oracles."""
+    seed: int
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    sampling: SamplingConfig
+    observe: ObserveConfig
