@@ -1,0 +1,43 @@
+"""What the layers of one forward share: views of the batch, rotation angles, selections, and an optional trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from deepinfer.ops.step_views import RingView, StreamView
+
+Angles = tuple[Tensor, Tensor]
+
+
+@dataclass(slots=True)
+class StepState:
+    """Scratch of one forward. Tensors are on the model's device."""
+
+    ids: Tensor
+    """``[rows]`` token ids."""
+    ngram_ids: Tensor
+    """``[rows, n]`` each row's id and the ones before it, newest first; -1 is a barrier (spec 4.10 d)."""
+    window: RingView
+    streams: dict[int, StreamView]
+    """By compress ratio."""
+    plain_angles: Angles
+    """Rotation of ratio-0 layers at each row's position."""
+    compressed_angles: Angles
+    """Rotation of ratio-1 and ratio-2 layers at each row's position."""
+    entry_angles: dict[int, Angles]
+    """By ratio: rotation of the entries that this step completes."""
+    is_image: Tensor | None = None
+    """``[rows]`` bool, or None when no row belongs to an image."""
+    selections: dict[int, Tensor] = field(default_factory=dict)
+    """By selection source: ``[rows, k]`` entries, ascending, padded with -1."""
+    candidate_blocks: Tensor | None = None
+    """``[rows, blocks]`` chosen at the candidate source; None while every visible entry is a candidate."""
+    trace: dict[str, Tensor] | None = None
+    """Collects intermediates by name when a test asks for them."""
+
+    def record(self, name: str, value: Tensor | None) -> None:
+        """Keep ``value`` under ``name`` if this step is traced."""
+        if self.trace is not None and value is not None:
+            self.trace[name] = value.clone()
