@@ -76,7 +76,9 @@ class Attention:
         plan = self.plan
         if plan.ratio == 0:
             return None
-        assert plan.kv_source is not None and plan.index_k_source is not None and plan.index_source is not None
+        assert plan.kv_source is not None
+        assert plan.index_k_source is not None
+        assert plan.index_source is not None
         if self.indexer is not None:
             keys = caches.layers[plan.index_k_source].index_keys
             assert keys is not None

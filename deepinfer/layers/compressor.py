@@ -61,7 +61,8 @@ class Compressor:
 
     def _pool_pairs(self, x: Tensor, stream: StreamView, caches: LayerCaches) -> Tensor:
         pairs, ring = stream.pairs, caches.pairs
-        assert pairs is not None and ring is not None
+        assert pairs is not None
+        assert ring is not None
         projected = self.ops.linear(x, self.projection, False, torch.float32).unflatten(-1, (2, self.head_dim))
         pool = torch.cat((projected, ring.index_select(0, pairs.previous)))
         latent = self.ops.pool_pairs(pool[pairs.partner_index], projected[stream.emit_rows], x.dtype)

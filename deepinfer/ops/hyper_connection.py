@@ -47,7 +47,7 @@ def hc_mixes(
 
 @op
 def hc_read(trunk: Tensor, read_mix: Tensor) -> Tensor:
-    """Collapse the streams ``[rows, M, hidden]`` with ``read_mix`` ``[rows, M]`` into ``[rows, hidden]``, one rounding."""
+    """Collapse the streams ``[rows, M, hidden]`` with ``read_mix`` ``[rows, M]`` into ``[rows, hidden]``."""
     return (read_mix.unsqueeze(1) @ trunk.double()).squeeze(1).to(trunk.dtype)
 
 
@@ -56,7 +56,8 @@ def hc_write(trunk: Tensor, update: Tensor, write_mix: Tensor, stream_mix: Tenso
     """Add a sublayer's output to the streams while mixing them.
 
     Args:
-        trunk: ``[rows, M, hidden]``; update: ``[rows, hidden]``; write_mix: ``[rows, M]``; stream_mix: ``[rows, M, M]``.
+        trunk: ``[rows, M, hidden]``; update: ``[rows, hidden]``.
+        write_mix: ``[rows, M]``; stream_mix: ``[rows, M, M]``; float64.
     Returns:
         the new trunk. Target stream ``j`` sums over the *first* index of the stream mix.
     """

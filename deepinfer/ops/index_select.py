@@ -19,7 +19,13 @@ _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 def _scores(query: Tensor, head_weights: Tensor, keys: Tensor, round_scores: bool) -> Tensor:
-    """``sum_h g_h * relu(q_h . k_j)``: query ``[..., rows, heads, dim]``, keys ``[..., n, dim]`` -> ``[..., rows, n]``."""
+    """``sum_h g_h * relu(q_h . k_j)`` (spec 4.7): the factor 1/64 orders nothing and is left out.
+
+    Args:
+        query: ``[..., rows, heads, dim]``; head_weights: ``[..., rows, heads]``; keys: ``[..., n, dim]``.
+    Returns:
+        ``[..., rows, n]`` float32.
+    """
     rows, heads, dim = query.shape[-3:]
     flat = query.double().reshape(*query.shape[:-3], rows * heads, dim)
     products = (flat @ keys.double().transpose(-1, -2)).relu_()

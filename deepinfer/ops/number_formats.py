@@ -1,8 +1,8 @@
 """The small number formats of the model: e4m3, e2m1 and power-of-two scales, and the three group quantisers.
 
-Names follow spec 0.2: ``q8`` (FP8 in groups of 32), ``q4u`` (FP4 in groups of 32, power-of-two scale) and ``q4e`` (FP4 in
-groups of 16, e4m3 scale). Codes are ``uint8``; scales are kept as bytes. Everything here is exact: a code times its
-scale has few enough bits for float32.
+Names follow spec 0.2: ``q8`` (FP8 in groups of 32), ``q4u`` (FP4 in groups of 32, power-of-two scale) and ``q4e``
+(FP4 in groups of 16, e4m3 scale). Codes are ``uint8``; scales are kept as bytes. Everything here is exact: a code
+times its scale has few enough bits for float32.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def q4u_round(x: Tensor) -> Tensor:
 
 
 def q4e(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Main-KV FP4 quantiser: packed codes ``[..., n / 2]`` and e4m3 scale codes ``[..., n / 16]`` (spec 0.2, ``Q4e``)."""
+    """Main-KV FP4 quantiser: packed codes ``[..., n / 2]``, e4m3 scale codes ``[..., n / 16]`` (spec 0.2, ``Q4e``)."""
     groups = _groups(x, 16)
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * _E4M3_TINY)
     scale_codes = e4m3_encode((largest / E2M1_MAX).clamp_max(E4M3_MAX))

@@ -74,7 +74,7 @@ class StreamView:
     """Set for ratio 2."""
 
     def entry_slots(self, entries: Tensor, rows: slice) -> Tensor:
-        """Flat slots of logical entries ``[n, k]`` of the rows in ``rows``; negative entries give slot 0 (masked later)."""
+        """Flat slots of logical entries ``[n, k]`` of the given rows; negative entries give a slot to be masked."""
         tables = self.block_tables[self.sequence[rows]]
         safe = entries.clamp_min(0)
         blocks = tables.gather(1, safe // self.entries_per_block)

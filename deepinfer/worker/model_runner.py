@@ -1,0 +1,92 @@
+"""Runs the model on a step plan: builds the batch, runs the layers, keeps the caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.config.model import TextConfig
+from deepinfer.layers.caches import CacheGeometry, ModelCaches
+from deepinfer.layers.step_state import StepState
+from deepinfer.messages import StepPlan
+from deepinfer.models.deepseek_v41 import DeepseekV41
+from deepinfer.observe.step_timer import StepTimer
+from deepinfer.ops.rope import rope_angles, rope_frequencies
+from deepinfer.worker.step_batch import StepBatch, StepBatchBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Hidden state after the last layer of one step; logits are made for the rows that somebody asks for."""
+
+    model: DeepseekV41
+    trunk: Tensor
+    """``[rows, M, hidden]``"""
+    read_mix: Tensor
+    """``[rows, M]``"""
+    sample_rows: Tensor
+    """``[samples]`` int64, in batch order."""
+
+    @torch.inference_mode()
+    def sample_logits(self) -> Tensor:
+        """Logits ``[samples, vocab]`` float32 of the rows to sample from."""
+        return self.row_logits(self.sample_rows)
+
+    @torch.inference_mode()
+    def row_logits(self, rows: Tensor | slice) -> Tensor:
+        """Logits ``[n, vocab]`` float32 of any rows of the step."""
+        return self.model.logits(self.trunk[rows], self.read_mix[rows])
+
+
+class ModelRunner:
+    """One model with its caches on one device.
+
+    Args:
+        config: the model's text configuration.
+        geometry: cache sizes.
+    """
+
+    def __init__(self, config: TextConfig, model: DeepseekV41, geometry: CacheGeometry, device: torch.device) -> None:
+        self.config = config
+        self.model = model
+        self.device = device
+        self.caches = ModelCaches(config, model.numerics, geometry, device)
+        self.timer = StepTimer()
+        ratios = {plan.ratio for plan in config.layers}
+        self._builder = StepBatchBuilder(geometry, ratios, config.engram_max_ngram_size, device)
+        width = config.qk_rope_head_dim
+        self._plain_frequencies = rope_frequencies(config.rope_theta, width, None).to(device)
+        self._compressed_frequencies = rope_frequencies(config.compress_rope_theta, width, config.rope_scaling).to(
+            device
+        )
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, trace: dict[str, Tensor] | None = None) -> StepResult:
+        """One forward over all rows of ``plan`` (which has at least one).
+
+        Args:
+            trace: collects intermediates by name, for tests.
+        """
+        with self.timer.phase("batch"):
+            batch = self._builder.build(plan)
+        with self.timer.phase("forward"):
+            state = self._state(batch, trace)
+            trunk, read_mix = self.model.forward(state, self.caches)
+        return StepResult(self.model, trunk, read_mix, batch.sample_rows)
+
+    def _state(self, batch: StepBatch, trace: dict[str, Tensor] | None) -> StepState:
+        return StepState(
+            ids=batch.ids,
+            ngram_ids=batch.ngram_ids,
+            window=batch.window,
+            streams=batch.streams,
+            plain_angles=rope_angles(batch.positions, self._plain_frequencies),
+            compressed_angles=rope_angles(batch.positions, self._compressed_frequencies),
+            entry_angles={
+                ratio: rope_angles(stream.emit_positions, self._compressed_frequencies)
+                for ratio, stream in batch.streams.items()
+            },
+            trace=trace,
+        )
