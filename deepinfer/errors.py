@@ -18,7 +18,8 @@ class EngineError(Exception):
     """
 
     def __init__(self, what: str, *, why: str, fix: str) -> None:
-        super().__init__(f"{what}: {why}. {fix[:1].upper()}{fix[1:]}.")
+        advice = fix[:1].upper() + fix[1:]
+        super().__init__(f"{what}: {why}. {advice}{'' if advice.endswith(('?', '.')) else '.'}")
         self.what = what
         self.why = why
         self.fix = fix

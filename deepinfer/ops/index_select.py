@@ -6,6 +6,8 @@ candidates are equal and any top-k routine gives the same answer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -119,7 +121,7 @@ def index_full(
     return selected, blocks
 
 
-def _scored_parts(stream: StreamView, heads: int, keys: RecordStore):
+def _scored_parts(stream: StreamView, heads: int, keys: RecordStore) -> Iterator[tuple[Tensor | slice, Tensor]]:
     """Cut the batch so that intermediates stay small: yields (rows, index keys ``[..., n, dim]``).
 
     Chunks of several rows are scored sequence by sequence against keys that are read once; single rows (decoding) are
