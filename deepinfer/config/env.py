@@ -172,8 +172,9 @@ def _parse(variable: Variable, text: str) -> Any:
 
 
 def _unknown(name: str) -> str:
-    if name.removeprefix(PREFIX) in WITHOUT_COUNTERPART:
+    bare = name.removeprefix(PREFIX)
+    if bare in WITHOUT_COUNTERPART:
         return f"{name} tunes a part of the vendor's engine that this engine does not have; it has no effect"
-    similar = nearest(name, _BY_NAME)
-    hint = f"did you mean {similar}?" if similar else "docs/configuration.md lists the known ones"
+    similar = nearest(bare, [variable.name for variable in VARIABLES])  # the prefix alone would make all names alike
+    hint = f"did you mean {PREFIX}{similar}?" if similar else "see docs/configuration.md for the known ones"
     return f"unknown environment variable {name} has no effect; {hint}"

@@ -110,7 +110,7 @@ def _given(args: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
             raise ConfigError(
                 f"unknown engine argument {name!r}",
                 why="no option has this name",
-                fix=f"did you mean {similar!r}?" if similar else "docs/configuration.md lists the options",
+                fix=f"did you mean {similar!r}?" if similar else "see docs/configuration.md for the options",
             )
         if value is None:
             continue
