@@ -1,0 +1,17 @@
+"""Host arrays to the device without making the host wait."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor with the contents of ``array``; on a CPU it shares the memory, elsewhere the copy is asynchronous."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # a copy from pageable memory would block
+    return tensor.to(device, non_blocking=True)
