@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from deepinfer.errors import CheckpointError, RequestError
+from deepinfer.errors import CheckpointError
 from deepinfer.tokenizer.chat_messages import MessageReader
 from deepinfer.tokenizer.tokenizer import Tokenizer
-from deepinfer.tokenizer.valid_text import require_text
+from deepinfer.tokenizer.valid_text import refusal, require_text
 
 Effort = Literal["low", "high", "xhigh", "max"]
 ToolChoice = Literal["auto", "none", "required"]
@@ -123,7 +123,7 @@ def render_chat(
 
     effort_name, effort_number = _effort(reasoning_effort)
     if not isinstance(thinking, bool | None):
-        raise RequestError("thinking", thinking, why="it is no truth value", fix="use true, false or null")
+        raise refusal("thinking", thinking, why="it is no truth value", fix="use true, false or null")
     is_thinking = reasoning_effort != "none" if thinking is None else thinking
     _check_tool_choice(tool_choice, is_thinking, tools)
     reader = MessageReader(messages, continue_final_message)
@@ -150,23 +150,23 @@ def _effort(value: str | int | None) -> tuple[Effort | None, int | None]:
         return None, None
     if isinstance(value, str):
         if value not in _EFFORT_NAMES:
-            raise RequestError("reasoning_effort", value, why="there is no such effort", fix=fix)
+            raise refusal("reasoning_effort", value, why="there is no such effort", fix=fix)
         return _EFFORT_NAMES[value], None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 100:
-        raise RequestError("reasoning_effort", value, why="it is no whole number from 1 to 100", fix=fix)
+        raise refusal("reasoning_effort", value, why="it is no whole number from 1 to 100", fix=fix)
     return "max", value
 
 
 def _check_tool_choice(tool_choice: str, is_thinking: bool, tools: object) -> None:
     if tool_choice not in _TOOL_CHOICES:
         fix = f"use one of {', '.join(_TOOL_CHOICES)}"
-        raise RequestError("tool_choice", tool_choice, why="the chat format has no such choice", fix=fix)
+        raise refusal("tool_choice", tool_choice, why="the chat format has no such choice", fix=fix)
     if tool_choice == "required" and is_thinking:
-        raise RequestError(
+        raise refusal(
             "tool_choice", tool_choice, why="the model thinks before it calls a tool", fix="turn thinking off"
         )
     if tool_choice == "required" and not tools:
-        raise RequestError("tool_choice", tool_choice, why="there are no tools to call", fix="send tools")
+        raise refusal("tool_choice", tool_choice, why="there are no tools to call", fix="send tools")
 
 
 def _tool_definitions(tools: Sequence[Mapping[str, Any]] | None) -> list[Any]:
@@ -179,15 +179,15 @@ def _tool_definitions(tools: Sequence[Mapping[str, Any]] | None) -> list[Any]:
     try:
         serialised = json.dumps(list(tools), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError("tools", tools, why=f"it is not JSON: {error}", fix=fix) from error
+        raise refusal("tools", tools, why=f"it is not JSON: {error}", fix=fix) from error
     require_text(serialised, "tools")
     carrier = f'{{"model": "{_MODEL_NAME}", "messages": [{{"role": "user", "content": ""}}], "tools": {serialised}}}'
     try:
         return ChatCompletionRequest(carrier).convert(ConversionOptions()).conversation.tools
     except ConversionError as error:
-        raise RequestError("tools", tools, why=_message_of(error), fix="correct the definition") from error
+        raise refusal("tools", tools, why=_message_of(error), fix="correct the definition") from error
     except (ValueError, RecursionError) as error:
-        raise RequestError("tools", tools, why=str(error), fix=fix) from error
+        raise refusal("tools", tools, why=str(error), fix=fix) from error
 
 
 def _message_of(error: Any) -> str:

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deepinfer.errors import RequestError
-from deepinfer.tokenizer.valid_text import require_text
+from deepinfer.tokenizer.valid_text import refusal, require_text
 
 ROLES = ("system", "user", "assistant", "tool", "latest_reminder")
 _IMAGE_PARTS = ("image_url", "image")
@@ -33,14 +32,14 @@ class MessageReader:
 
     def __init__(self, messages: object, continue_final: bool) -> None:
         if not isinstance(messages, list | tuple):
-            raise RequestError("messages", messages, why="it is no list", fix="send a list of messages")
+            raise refusal("messages", messages, why="it is no list", fix="send a list of messages")
         if not messages:
-            raise RequestError("messages", messages, why="there is nothing to answer", fix="send at least one message")
+            raise refusal("messages", messages, why="there is nothing to answer", fix="send at least one message")
         self._messages = messages
         self._roles = [self._role(index) for index in range(len(messages))]
         self.continues_final = continue_final or self._has_prefix_flag()
         if self.continues_final and self._roles[-1] != "assistant":
-            raise RequestError(
+            raise refusal(
                 f"messages[{len(messages) - 1}].role",
                 self._roles[-1],
                 why="only an assistant message can be continued",
@@ -65,17 +64,17 @@ class MessageReader:
     def _role(self, index: int) -> str:
         message = self._messages[index]
         if not isinstance(message, Mapping):
-            raise RequestError(f"messages[{index}]", message, why="it is no object", fix="send role and content")
+            raise refusal(f"messages[{index}]", message, why="it is no object", fix="send role and content")
         role = message.get("role")
         if role not in ROLES:
             fix = f"use one of {', '.join(ROLES)}"
-            raise RequestError(f"messages[{index}].role", role, why="the chat format has no such role", fix=fix)
+            raise refusal(f"messages[{index}].role", role, why="the chat format has no such role", fix=fix)
         return role
 
     def _has_prefix_flag(self) -> bool:
         for index, message in enumerate(self._messages):
             if message.get("prefix") and (index + 1 < len(self._messages) or self._roles[index] != "assistant"):
-                raise RequestError(
+                raise refusal(
                     f"messages[{index}].prefix",
                     message["prefix"],
                     why="only an assistant message at the end can be continued",
@@ -100,10 +99,8 @@ class MessageReader:
             return "", 0
         if isinstance(value, str):
             return require_text(value, field), 0
-        if isinstance(value, bytes) or not isinstance(value, Sequence):
-            raise RequestError(
-                field, value, why=f"it is a {type(value).__name__}", fix="send a string or a list of parts"
-            )
+        if not isinstance(value, list | tuple):
+            raise refusal(field, value, why=f"it is a {type(value).__name__}", fix="send a string or a list of parts")
         pieces, num_images = [], 0
         for number, part in enumerate(value):
             kind = part.get("type") if isinstance(part, Mapping) else None
@@ -113,7 +110,7 @@ class MessageReader:
                 pieces.append(self.image_token)
                 num_images += 1
             else:
-                raise RequestError(
+                raise refusal(
                     f"{field}[{number}]",
                     part,
                     why=f"a message of role {self._roles[index]} has no such part",
@@ -166,7 +163,7 @@ class MessageReader:
         if reasoning is not None:
             require_text(reasoning, f"messages[{index}].reasoning_content")
         if prefix and calls:
-            raise RequestError(
+            raise refusal(
                 f"messages[{index}].tool_calls", calls, why="a finished tool call cannot be continued", fix="remove it"
             )
         absent = bool(calls) or (prefix and reasoning is not None)
@@ -179,16 +176,16 @@ class MessageReader:
         if calls is None:
             return []
         if not isinstance(calls, list | tuple):
-            raise RequestError(field, calls, why="it is no list", fix="send a list of tool calls")
+            raise refusal(field, calls, why="it is no list", fix="send a list of tool calls")
         result = []
         for number, call in enumerate(calls):
             here = f"{field}[{number}]"
             function = call.get("function") if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping):
-                raise RequestError(here, call, why="it has no object 'function'", fix="send id, type and function")
+                raise refusal(here, call, why="it has no object 'function'", fix="send id, type and function")
             name = require_text(function.get("name"), f"{here}.function.name")
             if not _TOOL_NAME.fullmatch(name):
-                raise RequestError(
+                raise refusal(
                     f"{here}.function.name",
                     name,
                     why="the tool format cannot spell it",
@@ -206,13 +203,13 @@ class MessageReader:
             if role == "tool":
                 field, call_id = f"messages[{index}].tool_call_id", self._messages[index].get("tool_call_id")
                 if require_text(call_id, field) not in open_ids:
-                    raise RequestError(
+                    raise refusal(
                         field, call_id, why="no open tool call has this id", fix="put the result right after its call"
                     )
                 open_ids.remove(call_id)
                 continue
             if open_ids:
-                raise RequestError(
+                raise refusal(
                     f"messages[{index}].role",
                     role,
                     why=f"the tool calls {', '.join(sorted(open_ids))} have no result yet",
@@ -235,11 +232,9 @@ def check_arguments(arguments: str, field: str) -> None:
         parsed = None  # the prompt format carries what is no JSON object as one text value
     require_text(decoded, field)
     if _CLOSING_MARK in arguments or _CLOSING_MARK in decoded:
-        raise RequestError(
-            field, arguments, why=f"{_CLOSING_MARK} would end the tool call", fix="remove it from the value"
-        )
+        raise refusal(field, arguments, why=f"{_CLOSING_MARK} would end the tool call", fix="remove it from the value")
     for key in parsed if isinstance(parsed, dict) else ():
         if '"' in key or "\n" in key or _MARK in key:
-            raise RequestError(
+            raise refusal(
                 field, arguments, why=f"the tool format cannot spell the name {key!r}", fix="rename that argument"
             )

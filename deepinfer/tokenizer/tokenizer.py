@@ -15,7 +15,7 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.errors import RequestError
 from deepinfer.tokenizer.byte_level import is_byte_level, token_bytes_table
 from deepinfer.tokenizer.tokenizer_file import read_tokenizer
-from deepinfer.tokenizer.valid_text import require_text
+from deepinfer.tokenizer.valid_text import refusal, require_text
 
 
 class Tokenizer:
@@ -145,7 +145,7 @@ class Tokenizer:
         return result
 
     def _bad_id(self, field: str, value: object, why: str) -> RequestError:
-        return RequestError(field, value, why=why, fix=f"token ids are integers from 0 to {self.vocab_size - 1}")
+        return refusal(field, value, why=why, fix=f"token ids are integers from 0 to {self.vocab_size - 1}")
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Checks that a value given by a caller is text that can be encoded at all."""
+"""Checks that a value given by a caller is text that can be encoded at all, and the errors that say so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def require_text(value: object, field: str) -> str:
         RequestError: not a string, or a lone surrogate; names ``field`` and the position of the character.
     """
     if not isinstance(value, str):
-        raise RequestError(field, value, why=f"it is a {type(value).__name__}, not a string", fix="send a string")
+        raise refusal(field, value, why=f"it is a {type(value).__name__}, not a string", fix="send a string")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -27,3 +27,12 @@ def require_text(value: object, field: str) -> str:
             fix="send the whole character (both halves of its surrogate pair) or leave it out",
         ) from error
     return value
+
+
+def refusal(field: str, value: object, *, why: str, fix: str) -> RequestError:
+    """A :class:`RequestError` about a value from parsed JSON, which may be nested too deeply for ``repr``."""
+    try:
+        repr(value)
+    except RecursionError:
+        value = f"a {type(value).__name__} nested too deeply to show"
+    return RequestError(field, value, why=why, fix=fix)
