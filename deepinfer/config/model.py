@@ -1,7 +1,8 @@
 """The model configuration: every key of the released ``config.json`` in one frozen tree.
 
 Source of names, defaults and rejections: the model specification, section 2. Reading a file is in
-:mod:`deepinfer.config.model_file`, the derived per-layer roles in :mod:`deepinfer.config.layer_plan`.
+:mod:`deepinfer.config.model_file`, the derived per-layer roles in :mod:`deepinfer.config.layer_plan`, the smaller
+sections in :mod:`deepinfer.config.model_sections`.
 """
 
 from __future__ import annotations
@@ -12,89 +13,7 @@ from functools import cached_property
 
 from deepinfer.config.engram_hashing import engram_primes
 from deepinfer.config.layer_plan import LayerPlan, plan_layers
-from deepinfer.errors import ConfigError
-
-_ONLY_MEANING = "the model's arithmetic is defined for that only"
-
-
-def _require(condition: bool, key: str, value: object, supported: str, why: str = _ONLY_MEANING) -> None:
-    if not condition:
-        raise ConfigError(f"config key {key} is {value!r}", why=why, fix=f"supported: {supported}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnConfig:
-    """``rope_scaling`` of the compressing layers (spec 4.4). Ratio-0 layers and the draft never scale."""
-
-    factor: float = 16.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    original_max_position_embeddings: int = 65536
-
-    def __post_init__(self) -> None:
-        for key in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
-            value = getattr(self, key)
-            _require(0 < value < math.inf, f"text_config.rope_scaling.{key}", value, "a positive number")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizationConfig:
-    """How the checkpoint stores its weights. Only the released scheme exists."""
-
-    quant_method: str = "fp8"
-    activation_scheme: str = "dynamic"
-    weight_block_size: tuple[int, int] = (32, 32)
-    scale_fmt: str = "ue8m0"
-    expert_dtype: str = "fp4"
-
-    def __post_init__(self) -> None:
-        supported = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": (32, 32),
-            "scale_fmt": "ue8m0",
-            "expert_dtype": "fp4",
-        }
-        for key, only in supported.items():
-            value = getattr(self, key)
-            _require(value == only, f"quantization_config.{key}", value, repr(only))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionConfig:
-    """The vision tower (spec 2.3 and 8). Sizes in channels, ``patch_size`` in pixels."""
-
-    hidden_size: int = 1024
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 16
-    intermediate_size: int = 2816
-    patch_size: int = 14
-    rope_theta: float = 10000.0
-    downsample_ratio: int = 3
-    max_image_tokens: int = 1024
-    min_pixels: int = 295936
-    max_wh_ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        for key in (
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "patch_size",
-            "downsample_ratio",
-            "max_image_tokens",
-            "min_pixels",
-        ):
-            value = getattr(self, key)
-            _require(value >= 1, f"vision_config.{key}", value, "an integer >= 1")
-        _require(0 < self.rope_theta < math.inf, "vision_config.rope_theta", self.rope_theta, "a positive number")
-        ratio = self.max_wh_ratio
-        _require(ratio is None or ratio >= 1, "vision_config.max_wh_ratio", ratio, "null or a number >= 1")
-        heads = self.num_attention_heads
-        _require(self.hidden_size % heads == 0, "vision_config.num_attention_heads", heads, "a divisor of hidden_size")
-        head_dim = self.hidden_size // heads
-        _require(head_dim % 4 == 0, "vision_config.hidden_size", self.hidden_size, "a head width divisible by 4")
+from deepinfer.config.model_sections import QuantizationConfig, VisionConfig, YarnConfig, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,17 +130,17 @@ class TextConfig:
             ("gate_temp", 1.0),
         ):
             value = getattr(self, key)
-            _require(value == only, f"text_config.{key}", value, repr(only))
+            require(value == only, f"text_config.{key}", value, repr(only))
 
     def _check_numbers(self) -> None:
         for key in ("routed_scaling_factor", "swiglu_limit", "rope_theta", "compress_rope_theta"):
             value = getattr(self, key)
-            _require(0 < value < math.inf, f"text_config.{key}", value, "a positive number")
+            require(0 < value < math.inf, f"text_config.{key}", value, "a positive number")
         for key in ("rms_norm_eps", "hc_eps"):
             value = getattr(self, key)
-            _require(0 <= value < math.inf, f"text_config.{key}", value, "a number >= 0")
+            require(0 <= value < math.inf, f"text_config.{key}", value, "a number >= 0")
         stages = self.num_nextn_predict_layers
-        _require(stages >= 0, "text_config.num_nextn_predict_layers", stages, "an integer >= 0")
+        require(stages >= 0, "text_config.num_nextn_predict_layers", stages, "an integer >= 0")
 
     def _check_widths(self) -> None:
         positive = (
@@ -231,15 +150,15 @@ class TextConfig:
         )
         for key in positive.split():
             value = getattr(self, key)
-            _require(value >= 1, f"text_config.{key}", value, "an integer >= 1")
+            require(value >= 1, f"text_config.{key}", value, "an integer >= 1")
         groups = "the quantisation groups are 32 wide"
         for key in ("hidden_size", "head_dim", "index_head_dim", "q_lora_rank", "moe_intermediate_size"):
             value = getattr(self, key)
-            _require(value % 32 == 0, f"text_config.{key}", value, "a multiple of 32", groups)
+            require(value % 32 == 0, f"text_config.{key}", value, "a multiple of 32", groups)
         group_width = self.o_groups * self.o_lora_rank
         rank = self.o_lora_rank
-        _require(group_width % 32 == 0, "text_config.o_lora_rank", rank, "o_groups * o_lora_rank % 32 == 0", groups)
-        _require(
+        require(group_width % 32 == 0, "text_config.o_lora_rank", rank, "o_groups * o_lora_rank % 32 == 0", groups)
+        require(
             self.num_attention_heads % self.o_groups == 0,
             "text_config.o_groups",
             self.o_groups,
@@ -248,14 +167,14 @@ class TextConfig:
         )
         rope = self.qk_rope_head_dim
         smallest = min(self.head_dim, self.index_head_dim)
-        _require(
+        require(
             rope % 2 == 0 and rope <= smallest,
             "text_config.qk_rope_head_dim",
             rope,
             f"an even number up to {smallest} (the smaller of head_dim and index_head_dim)",
             "the rotation takes pairs from the end of each head",
         )
-        _require(
+        require(
             self.num_experts_per_tok <= self.n_routed_experts,
             "text_config.num_experts_per_tok",
             self.num_experts_per_tok,
@@ -266,7 +185,7 @@ class TextConfig:
     def _check_ratios(self) -> None:
         expected = self.num_hidden_layers + self.num_nextn_predict_layers
         ratios = self.compress_ratios
-        _require(
+        require(
             len(ratios) == expected,
             "text_config.compress_ratios",
             list(ratios),
@@ -274,12 +193,12 @@ class TextConfig:
             f"it has {len(ratios)} entries",
         )
         for index, ratio in enumerate(ratios):
-            _require(ratio in (0, 1, 2), f"text_config.compress_ratios[{index}]", ratio, "0, 1 or 2")
+            require(ratio in (0, 1, 2), f"text_config.compress_ratios[{index}]", ratio, "0, 1 or 2")
         draft = ratios[self.num_hidden_layers :]
-        _require(not any(draft), "text_config.compress_ratios", list(ratios), "0 for every draft stage")
+        require(not any(draft), "text_config.compress_ratios", list(ratios), "0 for every draft stage")
         backbone = ratios[: self.num_hidden_layers]
         if 1 in backbone:
-            _require(
+            require(
                 2 not in backbone[backbone.index(1) :],
                 "text_config.compress_ratios",
                 list(ratios),
@@ -291,9 +210,9 @@ class TextConfig:
         if self.candidate_source_layer_id is None:
             return
         size, blocks = self.candidate_block_size, self.candidate_topk_blocks
-        _require(size >= 1, "text_config.candidate_block_size", size, "an integer >= 1")
-        _require(blocks >= 1, "text_config.candidate_topk_blocks", blocks, "an integer >= 1")
-        _require(
+        require(size >= 1, "text_config.candidate_block_size", size, "an integer >= 1")
+        require(blocks >= 1, "text_config.candidate_topk_blocks", blocks, "an integer >= 1")
+        require(
             size * blocks >= self.index_topk,
             "text_config.candidate_topk_blocks",
             blocks,
@@ -305,9 +224,9 @@ class TextConfig:
         ids = self.engram_layer_ids
         if not ids:
             counts = list(self.engram_num_embeddings)
-            _require(not counts, "text_config.engram_num_embeddings", counts, "[] without engram layers")
+            require(not counts, "text_config.engram_num_embeddings", counts, "[] without engram layers")
             return
-        _require(
+        require(
             list(ids) == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < self.num_hidden_layers,
             "text_config.engram_layer_ids",
             list(ids),
@@ -315,18 +234,16 @@ class TextConfig:
             "they name backbone layers",
         )
         ngram = self.engram_max_ngram_size
-        _require(ngram >= 2, "text_config.engram_max_ngram_size", ngram, "an integer >= 2")
-        _require(
-            self.engram_vocab_size >= 2, "text_config.engram_vocab_size", self.engram_vocab_size, "an integer >= 2"
-        )
-        _require(self.engram_n_heads >= 1, "text_config.engram_n_heads", self.engram_n_heads, "an integer >= 1")
+        require(ngram >= 2, "text_config.engram_max_ngram_size", ngram, "an integer >= 2")
+        require(self.engram_vocab_size >= 2, "text_config.engram_vocab_size", self.engram_vocab_size, "an integer >= 2")
+        require(self.engram_n_heads >= 1, "text_config.engram_n_heads", self.engram_n_heads, "an integer >= 1")
         width = self.engram_head_dim
-        _require(width >= 32 and width % 32 == 0, "text_config.engram_head_dim", width, "a multiple of 32")
+        require(width >= 32 and width % 32 == 0, "text_config.engram_head_dim", width, "a multiple of 32")
         pad = self.engram_pad_token_id
-        _require(0 <= pad < self.vocab_size, "text_config.engram_pad_token_id", pad, f"an id below {self.vocab_size}")
+        require(0 <= pad < self.vocab_size, "text_config.engram_pad_token_id", pad, f"an id below {self.vocab_size}")
         primes = engram_primes(len(ids), self.engram_max_ngram_size, self.engram_n_heads, self.engram_vocab_size)
         expected = tuple(sum(layer) for layer in primes)
-        _require(
+        require(
             tuple(self.engram_num_embeddings) == expected,
             "text_config.engram_num_embeddings",
             list(self.engram_num_embeddings),
@@ -335,7 +252,7 @@ class TextConfig:
         )
 
     def _check_draft(self) -> None:
-        _require(
+        require(
             self.dspark_target_attn_input is True,
             "text_config.dspark_target_attn_input",
             self.dspark_target_attn_input,
@@ -345,7 +262,7 @@ class TextConfig:
             return
         targets = self.dspark_target_layer_ids
         in_range = bool(targets) and all(0 <= layer < self.num_hidden_layers for layer in targets)
-        _require(
+        require(
             in_range and list(targets) == sorted(set(targets)),
             "text_config.dspark_target_layer_ids",
             list(targets),
@@ -354,11 +271,11 @@ class TextConfig:
         )
         noise = self.dspark_noise_token_id
         in_vocab = f"an id below {self.vocab_size}"
-        _require(0 <= noise < self.vocab_size, "text_config.dspark_noise_token_id", noise, in_vocab)
+        require(0 <= noise < self.vocab_size, "text_config.dspark_noise_token_id", noise, in_vocab)
         for key in ("dspark_block_size", "dspark_markov_rank", "dspark_n_routed_experts", "dspark_num_experts_per_tok"):
             value = getattr(self, key)
-            _require(value >= 1, f"text_config.{key}", value, "an integer >= 1 when there are draft stages")
-        _require(
+            require(value >= 1, f"text_config.{key}", value, "an integer >= 1 when there are draft stages")
+        require(
             self.dspark_num_experts_per_tok <= self.dspark_n_routed_experts,
             "text_config.dspark_num_experts_per_tok",
             self.dspark_num_experts_per_tok,
@@ -390,8 +307,8 @@ class ModelConfig:
         ):
             value = getattr(self, key)
             name = "architectures" if key == "architecture" else key
-            _require(value == only, name, value, repr(only))
-        _require(
+            require(value == only, name, value, repr(only))
+        require(
             self.tokenizer_compatibility in ("release", "native"),
             "tokenizer_compatibility",
             self.tokenizer_compatibility,
@@ -399,4 +316,4 @@ class ModelConfig:
         )
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
             value = getattr(self, key)
-            _require(0 <= value < self.text.vocab_size, key, value, f"an id below vocab_size ({self.text.vocab_size})")
+            require(0 <= value < self.text.vocab_size, key, value, f"an id below vocab_size ({self.text.vocab_size})")
