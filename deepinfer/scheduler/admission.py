@@ -26,10 +26,17 @@ class PromptTooLongError(RequestError, CapacityError):
         self.limit = limit
 
 
+def row_limit(sequence: Sequence, config: SchedulerConfig) -> int:
+    """Most rows that the sequence may ever have: its own limit, and at most the scheduler's."""
+    if sequence.max_model_len is None:
+        return config.max_model_len
+    return min(sequence.max_model_len, config.max_model_len)
+
+
 def refuse_impossible(sequence: Sequence, config: SchedulerConfig, pool: BlockPool) -> None:
     """Raise :class:`PromptTooLongError` for a prompt that no amount of waiting would let run."""
     length = len(sequence.prompt_ids)
-    limit = sequence.max_model_len or config.max_model_len
+    limit = row_limit(sequence, config)
     if length > limit:
         raise PromptTooLongError(
             length,

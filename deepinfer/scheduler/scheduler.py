@@ -12,7 +12,7 @@ from deepinfer.errors import RequestError
 from deepinfer.kvcache.block_pool import BlockPool
 from deepinfer.kvcache.state_slots import StateSlots
 from deepinfer.messages import StepPlan
-from deepinfer.scheduler.admission import headroom_blocks, may_look_further, refuse_impossible
+from deepinfer.scheduler.admission import headroom_blocks, may_look_further, refuse_impossible, row_limit
 from deepinfer.scheduler.budget import ROW_PATIENCE_STEPS, decode_rows, first_chunk_rows, prefill_share
 from deepinfer.scheduler.chunk_builder import build_chunk, commit_chunk
 from deepinfer.scheduler.invariants import check_in_flight, check_memory, check_queues
@@ -68,8 +68,7 @@ class Scheduler:
             )
         refuse_impossible(sequence, self.config, self._memory.pool)
         assert sequence.arrival == -1, f"{sequence.request_id} was added before"
-        limit = self.config.max_model_len
-        sequence.max_model_len = min(limit, sequence.max_model_len or limit)
+        sequence.max_model_len = row_limit(sequence, self.config)
         sequence.arrival = self._next_arrival
         self._next_arrival += 1
         self._live[sequence.request_id] = sequence
@@ -280,8 +279,8 @@ class Scheduler:
             victim = latest_behind(self._running, sequence)
             if victim is not None:
                 self._preempt(victim, step)
-            elif coming or len(self._running) > 1:
-                return False
+            elif coming or len(self._running) > 1 or sequence.num_in_flight:
+                return False  # the tokens in flight still count, so the end comes after their commit
             else:
                 self._end_too_long(sequence)
                 return False

@@ -22,7 +22,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, repr=False, slots=True, kw_only=True)
 class Sequence:
     """State of one request. Created by the engine; from ``Scheduler.add`` on only the scheduler changes it.
 
@@ -88,6 +88,12 @@ class Sequence:
                 )
         self.token_ids = list(self.prompt_ids)
         self.num_prefill = len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.request_id} {self.status.value}: {len(self.prompt_ids)}+{self.num_output} tokens, "
+            f"{self.num_computed}+{self.num_in_flight} rows, {len(self.block_table)} blocks, slot {self.state_slot}>"
+        )
 
     @property
     def order(self) -> tuple[int, int]:

@@ -127,6 +127,8 @@ class Simulation:
 
     def turn(self) -> StepPlan:
         """One turn of the engine loop: plan a step, then commit the oldest one once the pipeline is full."""
+        if len(self.flying) == self.config.pipeline_depth:
+            self.commit()
         plan = self.schedule()
         if self.flying and (len(self.flying) == self.config.pipeline_depth or not plan.chunks):
             self.commit()
