@@ -3,6 +3,9 @@
 #
 #   DEEPINFER_ACCELERATOR=nvidia|cpu|ascend   what to install for; unset: nvidia where nvidia-smi works, else cpu
 #   PYTHON=/path/to/python3                   which interpreter makes .venv; unset: the first of 3.11, 3.12, 3.13, python3
+#   TORCH="what pip installs for torch"       unset: torch==2.13.0 without a GPU, torch>=2.11 with one. On Linux the usual
+#                                             package index may serve a build with GPU libraries (some GB); name a CPU
+#                                             wheel here to save them
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -38,10 +41,17 @@ if ! { [ -x .venv/bin/python ] && usable .venv/bin/python; }; then
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 
-if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+
+# With a GPU, a torch that is there but has no CUDA will not do either.
+torch_check='import torch'
+if [ "$accelerator" = nvidia ]; then torch_check='import torch; assert torch.version.cuda'; fi
+if ! .venv/bin/python -c "$torch_check" 2>/dev/null; then
     say "installing torch for $accelerator (the first time takes some minutes)"
-    if [ "$accelerator" = nvidia ]; then
-        pip install 'torch>=2.11'
+    if [ -n "${TORCH:-}" ]; then
+        # shellcheck disable=SC2086  # options and several names are welcome
+        pip install $TORCH
+    elif [ "$accelerator" = nvidia ]; then
+        pip install --upgrade 'torch>=2.11'
     elif ! pip install 'torch==2.13.0'; then
         # Any later release runs the CPU engine as well; it may be a build with GPU libraries, so larger.
         say "torch 2.13.0 is not to be had here: taking the newest torch >= 2.11 that is"
@@ -51,7 +61,8 @@ fi
 say "installing DeepInfer and its development tools"
 pip install --editable '.[dev]'
 .venv/bin/python -c 'import deepinfer, torch; print(f"build.sh: ready, torch {torch.__version__}")'
-if [ "$accelerator" = ascend ]; then
-    say "note: this version has no Ascend kernels, so torch_npu is not installed and the engine runs on the CPU"
-fi
+case "$accelerator" in
+    nvidia) say "note: this version has no GPU kernels yet; the engine runs on the CPU (DEEPINFER_ACCELERATOR=cpu)" ;;
+    ascend) say "note: this version has no Ascend backend yet, so torch_npu is not installed; the engine runs on the CPU" ;;
+esac
 printf '%s\n' "$stamp" >"$stamp_file"

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 # Read by torch when it is imported. pytest-xdist runs one process per core, so more threads would only fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, so that a failure is a fact; no deadlines, since a busy machine is not a bug.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
