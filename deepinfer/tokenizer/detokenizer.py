@@ -58,9 +58,7 @@ class _ByteStream:
         return self._decoder.decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", final=True)
 
 
 class _WindowStream:

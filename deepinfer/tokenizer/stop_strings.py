@@ -112,20 +112,35 @@ class StopMatcher:
         """
         assert self.stop is None, f"text after the stop string {self.stop!r}"
         self._num_tokens += 1
+        matched = self._scan(delta)
+        if matched is not None:
+            return matched
+        self._num_read += len(delta)
+        self._token_ends.append(self._num_read)
+        return self._emit(self._held + delta)
+
+    def flush(self, rest: str = "") -> StopStep:
+        """The end of the sequence: the held-back text, or nothing after a match.
+
+        Args:
+            rest: what the detokenizer's own flush returned; counts towards the last token.
+        """
+        if self.stop is None:
+            matched = self._scan(rest)
+            if matched is not None:
+                return matched
+            self._held += rest
+        text, self._held = self._held, ""
+        self._num_released = self._num_tokens
+        return StopStep(text, self.stop, self._num_tokens, self._num_released)
+
+    def _scan(self, delta: str) -> StopStep | None:
         for index, character in enumerate(delta):
             self._state = self._automaton.next(self._state, character)
             self.stop = self._automaton.found[self._state]
             if self.stop is not None:
                 return self._matched(self.stop, self._held + delta[: index + 1])
-        self._num_read += len(delta)
-        self._token_ends.append(self._num_read)
-        return self._emit(self._held + delta)
-
-    def flush(self) -> StopStep:
-        """The held-back text at the end of the sequence. Empty after a match."""
-        text, self._held = self._held, ""
-        self._num_released = self._num_tokens
-        return StopStep(text, self.stop, self._num_tokens, self._num_released)
+        return None
 
     def _matched(self, stop: str, text: str) -> StopStep:
         self._held = ""

@@ -50,6 +50,7 @@ def sentencepiece_like() -> Backend:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    backend.add_tokens([AddedToken("\ufffd")])
     return backend
 
 

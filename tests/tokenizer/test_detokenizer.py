@@ -122,8 +122,8 @@ def test_bad_id_is_refused_and_nothing_of_its_group_is_taken() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    [[2, 3, 4], [8 + 0xE4], [8 + 0xFF] * 50 + [4], [1, 1, 1, 2], [0], [264, 265]],
-    ids=["words", "bytes", "byte runs", "spaces", "unknown", "special"],
+    [[2, 3, 4], [8 + 0xE4], [8 + 0xFF] * 50 + [4], [1, 1, 1, 2], [0], [264, 265], [266]],
+    ids=["words", "bytes", "byte runs", "spaces", "unknown", "special", "replacement characters"],
 )
 def test_work_per_token_does_not_grow(pattern: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the tokens that the library is asked to decode: a few per token, however long the sequence is."""

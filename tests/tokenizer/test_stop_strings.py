@@ -122,6 +122,18 @@ def test_held_text_is_flushed_at_the_end() -> None:
     assert pieces == ["say ", "", "</thin"]
 
 
+def test_text_of_the_last_flush_is_searched_too() -> None:
+    matcher = StopMatcher(["x\ufffd"])
+    matcher.push("ax")
+    step = matcher.flush("\ufffdb")
+    assert (step.text, step.stop, step.num_tokens) == ("", "x\ufffd", 1)
+    assert matcher.flush("c").text == ""
+    other = StopMatcher(["xy"])
+    assert other.push("ax").text == "a"
+    step = other.flush("\ufffd")
+    assert (step.text, step.stop, step.num_tokens, step.num_released_tokens) == ("x\ufffd", None, 1, 1)
+
+
 def test_included_stop_strings_are_not_held_back() -> None:
     assert run(["say </", "think>", "more"], ["</think>"], include=True)[3] == ["say </", "think>", ""]
 
