@@ -19,7 +19,9 @@ from deepinfer.sampling.transfer import to_device
 Rows = slice | Tensor
 """Selects rows of a batch: a slice (a view, free) where they are consecutive, else int64 indices."""
 
-_GROUP_ELEMENTS = 1 << 24  # rows * vocab of a group at most: bounds the sampler's temporaries to some 100 MiB
+# rows * vocab of a group at most. It bounds the sampler's temporaries to 0.5 GiB, on a CPU to what its caches can hold.
+_GROUP_ELEMENTS = 1 << 24
+_GROUP_ELEMENTS_CPU = 1 << 20
 _REMEMBERED = 4  # memberships: prefill and decode steps alternate
 
 
@@ -187,7 +189,8 @@ class SamplingBatchBuilder:
         )
 
     def _parts(self, rows: list[int]) -> list[list[int]]:
-        step = max(1, _GROUP_ELEMENTS // self.vocab_size)
+        elements = _GROUP_ELEMENTS_CPU if self.device.type == "cpu" else _GROUP_ELEMENTS
+        step = max(1, elements // self.vocab_size)
         return [rows[start : start + step] for start in range(0, len(rows), step)]
 
     def _selector(self, rows: list[int]) -> Rows:

@@ -163,7 +163,7 @@ class SamplingParams:
             ("ignore_eos", checks.check_bool("ignore_eos", self.ignore_eos)),
             ("first_n_token_no_eos", checks.check_int("first_n_token_no_eos", self.first_n_token_no_eos, 0)),
             ("stop", checks.check_stop(self.stop)),
-            ("stop_token_ids", checks.check_token_ids("stop_token_ids", self.stop_token_ids or ())),
+            ("stop_token_ids", _check_stop_ids(self.stop_token_ids)),
             (
                 "include_stop_str_in_output",
                 checks.check_bool("include_stop_str_in_output", self.include_stop_str_in_output),
@@ -275,6 +275,10 @@ def _check_allowed(value: object) -> tuple[int, ...] | None:
     if not allowed:
         raise RequestError("allowed_token_ids", value, why="no token would be left", fix="name one, or leave it out")
     return allowed
+
+
+def _check_stop_ids(value: object) -> tuple[int, ...]:
+    return () if value is None else checks.check_token_ids("stop_token_ids", value)
 
 
 def _check_golden(value: object) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,11 +38,9 @@ class SamplerOutput:
 
     def cpu(self) -> SamplerOutput:
         """The same on the host. Waits for the device."""
-        moved = [
-            None if tensor is None else tensor.cpu()
-            for tensor in (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
-        ]
-        return SamplerOutput(self.token_ids.cpu(), self.is_bad.cpu(), *moved, top_counts=self.top_counts)
+        names = ("token_ids", "is_bad", "logprobs", "ranks", "top_ids", "top_logprobs")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None})
 
     def alternatives(self, row: int) -> list[tuple[int, float]]:
         """(id, log-probability) of exactly as many most likely tokens as the row asked for; call it on the host."""

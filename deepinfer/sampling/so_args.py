@@ -41,7 +41,7 @@ def check_so_args(value: object) -> dict[str, Any] | None:
     check_choice("so_args['schema_type']", value["schema_type"], SCHEMA_TYPES)
     if not isinstance(value["schema"], str):
         raise RequestTypeError(
-            "so_args['schema']", value["schema"], why="it has to be text", fix="json.dumps a schema that is a dict"
+            "so_args['schema']", value["schema"], why="it has to be text", fix="turn a dict into text with json.dumps"
         )
     checked = copy.deepcopy(dict(value))
     if value.get("trigger_token_ids") is not None:
