@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deepinfer.config.scheduler import SchedulerConfig
@@ -136,6 +137,14 @@ class Simulation:
             alive = plan.chunks or not self.scheduler.has_work()
             assert alive, "nothing to run, nothing to commit, yet there is work: the scheduler hangs"
         return plan
+
+    def turn_until(self, condition: Callable[[], object], max_turns: int = 1000) -> StepPlan:
+        """Turn until ``condition()`` is true. Returns the last plan."""
+        for _ in range(max_turns):
+            plan = self.turn()
+            if condition():
+                return plan
+        raise AssertionError(f"condition not met after {max_turns} turns")
 
     def run_until_idle(self, max_turns: int = 20_000) -> int:
         for turn in range(max_turns):

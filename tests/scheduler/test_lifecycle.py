@@ -44,8 +44,7 @@ def test_abort_after_preemption():
     sim = simulation(num_blocks=10)
     sim.add("a", 12, stop_after=20)
     b = sim.add("b", 12, stop_after=20)
-    while not b.num_preemptions:
-        sim.turn()
+    sim.turn_until(lambda: b.num_preemptions)
     assert b.status is Status.WAITING
     assert sim.abort("b")
     sim.run_until_idle()

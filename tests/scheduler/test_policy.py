@@ -113,7 +113,7 @@ def test_sequence_limit_is_never_exceeded():
     sim = simulation(max_num_seqs=3)
     for index in range(10):
         sim.add(f"r{index}", 4, stop_after=5)
-    while sim.scheduler.has_work():
+    for _ in range(100):
         assert len(sim.turn().chunks) <= 3
         assert sim.scheduler.num_running <= 3
     sim.assert_everything_returned()
@@ -195,10 +195,11 @@ def test_nobody_is_preempted_when_no_new_block_is_needed():
     sim.add("b", 1, stop_after=4)  # rows for exactly one
     sim.add("c", 1, stop_after=4)
     fullest = 0
-    while sim.scheduler.has_work():
+    for _ in range(5):
         sim.schedule()
         fullest = max(fullest, sim.pool.num_used)
         sim.commit()
+    assert not sim.scheduler.has_work()
     assert fullest == sim.pool.num_usable
     assert sim.scheduler.num_preemptions == 0
 
@@ -222,8 +223,7 @@ def test_preempted_sequence_goes_back_in_arrival_order():
     sim.add("b", 12, stop_after=12)
     sim.turn()
     sim.add("late", 12, stop_after=1)
-    while not sim.sequences["b"].num_preemptions:
-        sim.turn()
+    sim.turn_until(lambda: sim.sequences["b"].num_preemptions)
     assert [sequence.request_id for sequence in sim.scheduler._waiting] == ["b", "late"]
 
 
@@ -242,10 +242,11 @@ def test_decode_gets_blocks_before_prefill():
     sim.turn()
     b = sim.add("b", 28, stop_after=1)
     stalled = 0
-    while not b.num_preemptions:
+    for _ in range(25):
         rows = rows_of(sim.turn())
         assert rows["a"] == 1
-        stalled += "b" not in rows
+        stalled += "b" not in rows and b.num_preemptions == 0
+    assert b.num_preemptions == 1
     assert stalled > 1, "the prompt waits, with what it has, until decode needs a block"
     sim.run_until_idle()
     assert b.finish_reason == "stop"
