@@ -46,7 +46,10 @@ class RequestError(EngineError, ValueError):
     """
 
     def __init__(self, field: str, value: object, *, why: str, fix: str) -> None:
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except RecursionError:
+            shown = f"a deeply nested {type(value).__name__}"
         if len(shown) > 80:
             shown = shown[:60] + f"... ({len(shown)} characters)"
         super().__init__(f"{field} is {shown}", why=why, fix=fix)

@@ -42,8 +42,8 @@ class DummyCheckpoint(TensorSource):
         super().__init__(config, specs_of(config, selected), selected)
         self.seed = seed
 
-    def tensor(self, name: str) -> StoredTensor:
-        """Make one tensor; see :meth:`TensorSource.tensor`."""
+    def tensor(self, name: str, *, mapped: bool = False) -> StoredTensor:
+        """Make one tensor (``mapped`` has no meaning here); see :meth:`TensorSource.tensor`."""
         spec = self.spec(name)
         if spec.kind is Kind.TABLE:
             refuse_large_table(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import mmap
 import os
@@ -31,6 +32,7 @@ _TORCH_DTYPE = {
     "F8_E8M0": torch.uint8,
 }
 _MAX_READ_BYTES = 2**30  # one read call returns at most 2 GiB on Linux
+_MAX_WINDOW_BYTES = 2**30  # of one memory map
 
 
 def select_parts(config: ModelConfig, parts: Iterable[str] | None) -> frozenset[Part]:
@@ -98,11 +100,11 @@ def open_checkpoint(
 class _ShardFile:
     """Positional reads from one shard; safe to use from several threads."""
 
-    def __init__(self, path: Path, map_end: int) -> None:
+    def __init__(self, path: Path, windows: list[tuple[int, int]]) -> None:
         self._path = path
         self._file = path.open("rb", buffering=0)
-        self._map_end = map_end
-        self._map: mmap.mmap | None = None
+        self._windows = windows
+        self._maps: dict[int, mmap.mmap] = {}
 
     def close(self) -> None:
         self._file.close()
@@ -127,9 +129,14 @@ class _ShardFile:
         """The bytes of a tensor, uint8, as a copy-on-write view of the file."""
         if entry.num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        if self._map is None:
-            self._map = mmap.mmap(self._file.fileno(), self._map_end, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start)
+        number = bisect.bisect_right(self._windows, entry.start, key=lambda window: window[0]) - 1
+        start, end = self._windows[number]
+        origin = start - start % mmap.ALLOCATIONGRANULARITY
+        mapping = self._maps.get(number)
+        if mapping is None:
+            mapping = mmap.mmap(self._file.fileno(), end - origin, access=mmap.ACCESS_COPY, offset=origin)
+            self._maps[number] = mapping
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start - origin)
 
 
 class Checkpoint(TensorSource):
@@ -148,7 +155,7 @@ class Checkpoint(TensorSource):
         self._located = layout.tensors
         self._files: dict[Path, _ShardFile] = {}
         self._tables: dict[int, MappedEngramTable] = {}
-        self._map_ends = _map_ends(layout.tensors.values())
+        self._windows = _map_windows(layout.tensors.values())
 
     def close(self) -> None:
         """Close the shard files. Tensors that were read stay usable, mapped ones and tables too."""
@@ -157,12 +164,7 @@ class Checkpoint(TensorSource):
         self._files.clear()
 
     def tensor(self, name: str, *, mapped: bool = False) -> StoredTensor:
-        """Read one tensor; see :meth:`TensorSource.tensor`.
-
-        Args:
-            name: canonical name, or with ``model.`` before it.
-            mapped: leave the data in the page cache instead of copying it; for models larger than memory.
-        """
+        """Read one tensor; see :meth:`TensorSource.tensor`."""
         spec = self.spec(name)
         located = self._located[spec.name]
         refuse_large_table(spec)
@@ -195,7 +197,7 @@ class Checkpoint(TensorSource):
     def _read(self, entry: TensorEntry, mapped: bool) -> Tensor:
         file = self._files.get(entry.shard)
         if file is None:
-            file = self._files[entry.shard] = _ShardFile(entry.shard, self._map_ends[entry.shard])
+            file = self._files[entry.shard] = _ShardFile(entry.shard, self._windows[entry.shard])
         data = file.mapped(entry) if mapped else file.read(entry)
         dtype = _TORCH_DTYPE[entry.dtype]
         if data.storage_offset() % dtype.itemsize != 0:
@@ -203,12 +205,27 @@ class Checkpoint(TensorSource):
         return data.view(dtype)
 
 
-def _map_ends(located: Iterable[LocatedTensor]) -> dict[Path, int]:
-    """Where a private map of each shard may stop: tables behind it would count against the memory limit."""
-    ends: dict[Path, int] = {}
+def _map_windows(located: Iterable[LocatedTensor]) -> dict[Path, list[tuple[int, int]]]:
+    """Byte ranges of each shard to map in one piece, ascending; tensors are never cut, large tables left out.
+
+    A private map counts against the machine's memory even while nothing is written to it: a whole shard can be refused,
+    and one map for each of 100,000 tensors exceeds the limit of the system.
+    """
+    ranges: dict[Path, list[tuple[int, int]]] = {}
     for tensor in located:
         for entry in (tensor.weight, tensor.scale):
             if entry is not None:
-                reach = 0 if is_large_table(tensor.spec) else entry.end
-                ends[entry.shard] = max(ends.get(entry.shard, 0), reach)
-    return ends
+                pieces = ranges.setdefault(entry.shard, [])
+                if not is_large_table(tensor.spec):
+                    pieces.append((entry.start, entry.end))
+    return {shard: _merged(sorted(pieces)) for shard, pieces in ranges.items()}
+
+
+def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    windows: list[tuple[int, int]] = []
+    for start, end in pieces:
+        if windows and end - windows[-1][0] <= _MAX_WINDOW_BYTES:
+            windows[-1] = (windows[-1][0], max(windows[-1][1], end))
+        else:
+            windows.append((start, end))
+    return windows

@@ -116,9 +116,13 @@ class TensorSource(abc.ABC):
         self.parts = parts
 
     @abc.abstractmethod
-    def tensor(self, name: str) -> StoredTensor:
-        """One tensor, in memory of its own. Both spellings of the name work.
+    def tensor(self, name: str, *, mapped: bool = False) -> StoredTensor:
+        """One tensor. Both spellings of the name work.
 
+        Args:
+            name: canonical name, or with ``model.`` before it.
+            mapped: where there are files, leave the data in the page cache (copy on write) instead of reading it into
+                memory of its own: for models larger than memory.
         Raises:
             CheckpointError: there is no such tensor in these parts, its scales hold NaN, or it is a table too large
                 for memory (use :meth:`engram_table`).
@@ -147,12 +151,15 @@ class TensorSource(abc.ABC):
         """``names`` in the order that is cheapest to read."""
         return list(names)
 
-    def load_all(self, names: Iterable[str] | None = None, *, progress: bool = True) -> Iterator[StoredTensor]:
+    def load_all(
+        self, names: Iterable[str] | None = None, *, progress: bool = True, mapped: bool = False
+    ) -> Iterator[StoredTensor]:
         """Yield tensors in reading order, with a progress bar in bytes and a closing log line.
 
         Args:
             names: canonical names; default all but the n-gram tables, which stay on disk.
             progress: show the bar on stderr.
+            mapped: as for :meth:`tensor`.
         """
         if names is None:
             names = (name for name, spec in self.specs.items() if spec.kind is not Kind.TABLE)
@@ -161,7 +168,7 @@ class TensorSource(abc.ABC):
         start_s = time.perf_counter()
         with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
             for name in ordered:
-                tensor = self.tensor(name)
+                tensor = self.tensor(name, mapped=mapped)
                 bar.update(self.specs[name].num_bytes)
                 yield tensor
         elapsed_s = max(time.perf_counter() - start_s, 1e-9)

@@ -7,7 +7,7 @@ import dataclasses
 from deepinfer.config.model import ModelConfig, QuantizationConfig, TextConfig, VisionConfig, YarnConfig
 
 
-def tiny_config(*, vision: bool = True, **text_overrides: object) -> ModelConfig:
+def tiny_config(*, vision: bool = True, image_token_id: int = 501, **text_overrides: object) -> ModelConfig:
     """The tiny model.
 
     ``engram_compressed_vocab_size`` is left out: spec 11 means the identity map over 512 ids by it, and an absent key
@@ -15,21 +15,21 @@ def tiny_config(*, vision: bool = True, **text_overrides: object) -> ModelConfig
 
     Args:
         vision: whether the model has the vision part.
+        image_token_id: has to lie below ``vocab_size``.
         text_overrides: fields of :class:`TextConfig` to change.
     """
-    config = ModelConfig(
-        text=_tiny_text(),
+    text = _tiny_text()
+    if text_overrides:
+        text = dataclasses.replace(text, **text_overrides)  # type: ignore[arg-type]
+    return ModelConfig(
+        text=text,
         vision=_tiny_vision() if vision else None,
         quantization=QuantizationConfig(),
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
-        image_token_id=501,
+        image_token_id=image_token_id,
     )
-    if text_overrides:
-        text = dataclasses.replace(config.text, **text_overrides)  # type: ignore[arg-type]
-        config = dataclasses.replace(config, text=text)
-    return config
 
 
 def _tiny_vision() -> VisionConfig:

@@ -47,7 +47,7 @@ class Engram:
         self.offsets = torch.tensor(offsets, device=device).view(ngram - 1, heads)
         self.multipliers = torch.tensor(engram_multipliers(layer_id, ngram, num_compressed), device=device)
         source = weights.child("engram")
-        self.table = source.table("embed.weight")
+        self.table = weights.engram_table(layer_id)
         self.projection = source.wide("wkv.weight")
         self.gate_weight = source.wide("q_weight") * source.wide("k_weight")
 

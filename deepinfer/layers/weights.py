@@ -13,6 +13,8 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str) -> Any: ...
 
+    def engram_table(self, layer_id: int) -> Any: ...
+
 
 class WeightSource:
     """Tensors of a checkpoint by name, dequantised for the reference operators.
@@ -42,6 +44,6 @@ class WeightSource:
         """A BF16 or F32 tensor as it is in the file."""
         return self._source.tensor(self._prefix + name).data.to(self._device)
 
-    def table(self, name: str) -> Any:
-        """An Engram table: memory-mapped, gathered by row, never expanded whole."""
-        return self._source.tensor(self._prefix + name).data
+    def engram_table(self, layer_id: int) -> Any:
+        """The n-gram table of a layer: memory-mapped, gathered by row, never expanded whole."""
+        return self._source.engram_table(layer_id)

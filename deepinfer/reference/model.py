@@ -25,6 +25,7 @@ from deepinfer.reference.parameters import Parameters, WeightMap
 from deepinfer.reference.roundings import Roundings
 from deepinfer.reference.setting import Setting
 from deepinfer.reference.tensor_shapes import check_shapes
+from deepinfer.reference.token_sequence import TokenSequence
 from deepinfer.reference.trace import Recorder
 from deepinfer.reference.vision import VisionTower
 from deepinfer.reference.weights import load_weights
@@ -120,45 +121,43 @@ class ReferenceModel:
                 window before the hit, and entries of the hit are those of a run over the hit alone.
             trace: filled with intermediates under the names listed in ``docs/executable_specification.md``.
         Raises:
-            RequestError: an id or a mask that does not fit.
+            RequestError: an argument that does not fit the others or the model.
         """
-        ids, mask = self._checked_input(token_ids, image_mask)
-        floor = 0 if decoder_keep is None else max(len(ids) - decoder_keep, 0)
-        span = Span(len(ids), decoder_floor=floor)
+        tokens = TokenSequence.checked(self.config.text, token_ids, image_mask, image_embeddings)
+        if decoder_keep is not None and decoder_keep < 1:
+            raise RequestError("decoder_keep", decoder_keep, why="a row sees itself at least", fix="keep some tokens")
+        floor = 0 if decoder_keep is None else max(len(tokens) - decoder_keep, 0)
+        span = Span(len(tokens), decoder_floor=floor)
         if prefix_hit is not None:
-            span = self._span_after_hit(ids, mask, image_embeddings, prefix_hit, floor)
-        embedded = self._embed(ids, mask, image_embeddings)
-        logits, _ = self._run(ids, mask, embedded, span, Recorder(trace))
+            span = self._span_after_hit(tokens, prefix_hit, floor)
+        logits, _ = self._run(tokens, span, Recorder(trace))
         return logits
 
     __call__ = forward
 
-    def _span_after_hit(self, ids: Tensor, mask: Tensor, image_embeddings: Tensor | None, hit: int, floor: int) -> Span:
+    def _span_after_hit(self, tokens: TokenSequence, hit: int, floor: int) -> Span:
         """Compute the entries of the first ``hit`` tokens, and say which rows run afterwards."""
-        if not 0 < hit < len(ids) or hit % 2:
-            raise RequestError(
-                "prefix_hit", hit, why=f"a hit is even and shorter than {len(ids)}", fix="choose another"
-            )
-        embedded = self._embed(ids, mask, image_embeddings)
-        _, prior = self._run(ids[:hit], mask[:hit], embedded[:hit], Span(hit), Recorder(None))
+        if not 0 < hit < len(tokens) or hit % 2:
+            why = f"a hit is even and shorter than the {len(tokens)} tokens"
+            raise RequestError("prefix_hit", hit, why=why, fix="choose another")
+        _, prior = self._run(tokens.prefix(hit), Span(hit), Recorder(None))
         start = hit - min(hit, self.config.text.sliding_window)
-        return Span(len(ids), start=start, hit=hit, prior=prior, decoder_floor=floor)
+        return Span(len(tokens), start=start, hit=hit, prior=prior, decoder_floor=floor)
 
-    def _run(
-        self, ids: Tensor, mask: Tensor, embedded: Tensor, span: Span, record: Recorder
-    ) -> tuple[Tensor, Published]:
-        """The rows of ``span`` through all layers. Arguments cover the whole sequence: n-grams reach back before it."""
+    def _run(self, tokens: TokenSequence, span: Span, record: Recorder) -> tuple[Tensor, Published]:
+        """The rows of ``span`` through all layers. ``tokens`` begin at position 0: n-grams reach back before the rows."""
         text, setting, weights = self.config.text, self._setting, self._parameters
         published = Published()
+        embedded = bf16(tokens.embed(weights["embed.weight"]), setting.roundings.bf16_embedding)
         trunk = embedded[span.start :, None].expand(-1, text.hc_mult, -1)  # [T, M, d]: all streams start equal
         read_mix = torch.eye(text.hc_mult, dtype=self._dtype)[0].expand(len(trunk), -1)  # read stream 0 only
         for layer in text.layers:
             scope, recorder = weights.scope(f"layers.{layer.layer_id}"), record.scope(f"layers.{layer.layer_id}")
             if layer.has_engram and not setting.ablation.no_engram:
-                trunk = self._engram(trunk, layer, ids, mask, span, scope, recorder)
+                trunk = self._engram(trunk, layer, tokens, span, scope, recorder)
             if layer.is_feature_target:
                 record(f"features.{layer.layer_id}", bf16(trunk.mean(1), setting.roundings.bf16_feature))
-            trunk, read_mix = self._layer(trunk, read_mix, layer, mask, span, scope, published, recorder)
+            trunk, read_mix = self._layer(trunk, read_mix, layer, tokens, span, scope, published, recorder)
             recorder("trunk", trunk)
             recorder("read_mix", read_mix)
         if not text.hc_shifted:
@@ -174,7 +173,7 @@ class ReferenceModel:
         trunk: Tensor,
         read_mix: Tensor,
         layer: LayerPlan,
-        image_mask: Tensor,
+        tokens: TokenSequence,
         span: Span,
         scope: Parameters,
         published: Published,
@@ -182,7 +181,7 @@ class ReferenceModel:
     ) -> tuple[Tensor, Tensor]:
         """Attention and mixture of experts of one layer, each wrapped in its hyper-connection."""
         setting = self._setting
-        image_rows = image_mask[span.start :] if image_mask.any() else None
+        image_rows = tokens.image_mask[span.start :] if tokens.image_mask.any() else None
 
         def attend(x: Tensor) -> Tensor:
             return attention(x, layer, span, scope.scope("attn"), published, setting, record.scope("attn"))
@@ -198,32 +197,23 @@ class ReferenceModel:
         self,
         trunk: Tensor,
         layer: LayerPlan,
-        ids: Tensor,
-        image_mask: Tensor,
+        tokens: TokenSequence,
         span: Span,
         scope: Parameters,
         record: Recorder,
     ) -> Tensor:
-        text = self.config.text
+        """The n-gram memory at the entrance of a layer."""
+        text, image_mask = self.config.text, tokens.image_mask
         padding = int(self.token_map[text.engram_pad_token_id])
-        inside = ids.clamp(0, text.vocab_size - 1)  # image positions may hold any id: they stop the history anyway
+        inside = tokens.ids.clamp(
+            0, text.vocab_size - 1
+        )  # image positions may hold any id: they stop the history anyway
         contexts = ngram_contexts(self.token_map[inside], image_mask, text.engram_max_ngram_size, padding)
         rows = engram_rows(contexts[span.start :], layer.layer_id, text)
         updated = engram(trunk, rows, image_mask[span.start :], scope.scope("engram"), self._setting)
         record("engram.rows", rows)
         record("engram.trunk", updated)
         return updated
-
-    def _embed(self, ids: Tensor, image_mask: Tensor, image_embeddings: Tensor | None) -> Tensor:
-        """``[T, d]``: rows of the embedding table, image positions replaced."""
-        table = self._parameters["embed.weight"]
-        if image_embeddings is None:
-            embedded = table[ids]
-        else:
-            which = image_mask.long().cumsum(0) - 1  # image position -> row of image_embeddings
-            replacement = image_embeddings.to(self._dtype)[which.clamp(min=0)]
-            embedded = torch.where(image_mask[:, None], replacement, table[ids.masked_fill(image_mask, 0)])
-        return bf16(embedded, self._setting.roundings.bf16_embedding)
 
     def greedy(self, prompt_ids: Sequence[int] | Tensor, num_tokens: int) -> list[int]:
         """Continue a text prompt by ``num_tokens`` tokens, each time the one with the largest logit."""
@@ -267,25 +257,6 @@ class ReferenceModel:
         anchors, newest_ids = torch.tensor([len(token_ids) - 1]), torch.tensor([newest])
         hidden = draft.hidden(draft.context(self.features(trace)), anchors, newest_ids, Recorder(trace))
         return draft.propose(hidden[0], newest, noise, temperature)
-
-    def _checked_input(
-        self, token_ids: Sequence[int] | Tensor, image_mask: Sequence[bool] | Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        ids = torch.as_tensor(token_ids, dtype=torch.int64)
-        if ids.dim() != 1 or len(ids) == 0:
-            raise RequestError("token_ids", token_ids, why="it has to be one non-empty sequence", fix="pass [T] ids")
-        mask = torch.zeros(len(ids), dtype=torch.bool)
-        if image_mask is not None:
-            mask = torch.as_tensor(image_mask, dtype=torch.bool)
-        if mask.shape != ids.shape:
-            raise RequestError(
-                "image_mask", tuple(mask.shape), why=f"there are {len(ids)} tokens", fix="give one per token"
-            )
-        vocab = self.config.text.vocab_size
-        outside = ids[((ids < 0) | (ids >= vocab)) & ~mask]
-        if len(outside):
-            raise RequestError("token_ids", int(outside[0]), why=f"ids are below {vocab}", fix="check the tokenizer")
-        return ids, mask
 
 
 def _checked_token_map(config: ModelConfig, token_map: Sequence[int] | Tensor | None) -> Tensor:

@@ -29,6 +29,10 @@ def first_argmax(x: Tensor) -> Tensor:
     """
     if x.device.type == "cpu":
         return torch.from_numpy(x.detach().numpy().argmax(axis=1))  # NumPy promises the first one, and is the fastest
+    return _first_argmax_anywhere(x)
+
+
+def _first_argmax_anywhere(x: Tensor) -> Tensor:
     ids = torch.arange(x.shape[1], device=x.device)
     is_max = x == x.amax(-1, keepdim=True)
     return torch.where(is_max, ids, x.shape[1]).amin(-1).clamp_(max=x.shape[1] - 1)

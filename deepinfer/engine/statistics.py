@@ -1,0 +1,64 @@
+"""Counters of the engine and the line that it logs now and then."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from deepinfer.config.engine import ObserveConfig
+from deepinfer.engine.request import Request
+from deepinfer.messages import StepPlan
+from deepinfer.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class EngineStatistics:
+    """Totals since the start; the log line shows the rates since the line before."""
+
+    def __init__(self, config: ObserveConfig) -> None:
+        self._config = config
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self.num_finished: dict[str, int] = {}
+        """Outputs by finish reason."""
+        self._since = time.monotonic()
+        self._seen = (0, 0, 0)
+
+    def step(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """Count a committed step."""
+        if not plan.chunks:
+            return
+        self.num_steps += 1
+        for chunk in plan.chunks:
+            if chunk.is_prefill:
+                self.num_prefill_tokens += chunk.num_rows
+            else:
+                self.num_decode_tokens += chunk.num_rows
+        if self._config.logs_statistics and self.num_steps % self._config.logging_interval_steps == 0:
+            self._log(scheduler)
+
+    def finished(self, request: Request) -> None:
+        """Count a finished request's outputs."""
+        for branch in request.branches:
+            reason = branch.builder.output.finish_reason or "?"
+            self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
+
+    def _log(self, scheduler: Scheduler) -> None:
+        now = time.monotonic()
+        elapsed_s = max(now - self._since, 1e-9)
+        steps, prefill, decode = self._seen
+        logger.info(
+            "prompt %.0f tokens/s, generation %.0f tokens/s, %.1f steps/s, running %d, waiting %d, KV blocks %.0f %%, "
+            "preemptions %d",
+            (self.num_prefill_tokens - prefill) / elapsed_s,
+            (self.num_decode_tokens - decode) / elapsed_s,
+            (self.num_steps - steps) / elapsed_s,
+            scheduler.num_running,
+            scheduler.num_waiting,
+            100 * scheduler.usage,
+            scheduler.num_preemptions,
+        )
+        self._since = now
+        self._seen = (self.num_steps, self.num_prefill_tokens, self.num_decode_tokens)
