@@ -213,7 +213,7 @@ class Engine:
         return self.take_changes()
 
     def launch(self, plan: StepPlan) -> InFlight:
-        """Run the model and the sampler on a plan. A failure is kept for :meth:`commit` and ends only these requests."""
+        """Run the model and the sampler on a plan. A failure is kept for :meth:`commit`; it ends this step only."""
         chunks = tuple(chunk for chunk in plan.chunks if chunk.num_sampled)
         if not plan.chunks:
             return InFlight(plan, (), None)

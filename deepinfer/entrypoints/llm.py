@@ -5,7 +5,6 @@ One thread at a time: the engine runs inside the calls of this class.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +59,7 @@ class LLM:
     def __init__(
         self, model: str | Path | None = None, *, ops: str = "", progress: bool = True, **engine_args: Any
     ) -> None:
-        config, reasons = resolve({"model": model, **engine_args}, read_environment(os.environ))
+        config, reasons = resolve({"model": model, **engine_args}, read_environment())
         engine, more = build_engine(config, ops_pins=ops, progress=progress)
         self._engine: Engine | None = engine
         self.reasons: tuple[Reason, ...] = (*reasons, *more)
