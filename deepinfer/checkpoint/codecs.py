@@ -37,7 +37,13 @@ def e4m3_encode(values: Tensor) -> Tensor:
 
 def e4m3_decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Exact values of e4m3 codes (uint8 or float8_e4m3fn); 0x7F and 0xFF are NaN."""
-    return codes.view(torch.float8_e4m3fn).to(dtype)
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
+    return _look_up(codes, every.view(torch.int16)).view(torch.bfloat16).view(codes.shape).to(dtype)
+
+
+def _look_up(codes: Tensor, table: Tensor) -> Tensor:
+    """``table[codes]``, flat. Integer tables and 32-bit indices: the path on which a CPU is several times faster."""
+    return table.to(codes.device).index_select(0, codes.reshape(-1).view(torch.uint8).int())
 
 
 def e2m1_encode(values: Tensor) -> Tensor:
@@ -55,7 +61,15 @@ def e2m1_encode(values: Tensor) -> Tensor:
 
 def e2m1_decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Exact values of unpacked e2m1 codes 0 to 15."""
-    return torch.tensor(_E2M1_VALUES, dtype=dtype, device=codes.device)[codes.long()]
+    every = torch.tensor(_E2M1_VALUES, dtype=torch.bfloat16)
+    return _look_up(codes, every.view(torch.int16)).view(torch.bfloat16).view(codes.shape).to(dtype)
+
+
+def e2m1_decode_packed(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Exact values ``[..., 2n]`` of packed codes ``[..., n]``: one look-up per byte gives both values."""
+    pairs = e2m1_decode(unpack_e2m1(torch.arange(256, dtype=torch.uint8)[:, None]), torch.bfloat16)  # [256, 2]
+    values = _look_up(packed, pairs.view(torch.int32).flatten()).view(torch.bfloat16)
+    return values.view(*packed.shape[:-1], 2 * packed.shape[-1]).to(dtype)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -70,10 +84,10 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 def ue8m0_decode(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """``2**(byte - 127)`` exactly, also the subnormal ``2**-127`` of byte 0; byte 255 is NaN."""
-    exponents = torch.arange(256, dtype=torch.float64) - UE8M0_BIAS
-    table = torch.exp2(exponents)
+    table = torch.exp2(torch.arange(256, dtype=torch.float64) - UE8M0_BIAS)
     table[UE8M0_NAN] = torch.nan
-    return table.to(dtype).to(scales.device)[scales.long()]
+    exact = table.to(torch.bfloat16)
+    return _look_up(scales, exact.view(torch.int16)).view(torch.bfloat16).view(scales.shape).to(dtype)
 
 
 def ue8m0_encode(exponents: Tensor) -> Tensor:
@@ -184,7 +198,7 @@ def quantize_fp4_rows(weight: Tensor, min_exponents: Tensor | None = None) -> tu
 def dequantize_fp4_rows(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Exact values ``[O, I]`` of an FP4 weight: packed uint8 ``[O, I/2]``, scales uint8 ``[O, I/32]``."""
     _require_exact(dtype)
-    values = e2m1_decode(unpack_e2m1(packed), dtype)
+    values = e2m1_decode_packed(packed, dtype)
     return _times_groups(values, scales, dtype)
 
 

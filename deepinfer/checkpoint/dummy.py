@@ -63,8 +63,8 @@ class DummyCheckpoint(TensorSource):
             data, code_std = _repeat(pool, spec.stored_shape), _E2M1_STD
         assert spec.scale_shape is not None
         exponent = math.floor(math.log2(drawn.std / code_std))
-        choices = torch.from_numpy(rng.integers(exponent, exponent + 2, spec.scale_shape))
-        return StoredTensor(spec.name, spec.kind, spec.shape, data, codecs.ue8m0_encode(choices))
+        coin = torch.from_numpy(rng.integers(0, 2, spec.scale_shape, dtype=np.uint8))
+        return StoredTensor(spec.name, spec.kind, spec.shape, data, coin + (codecs.UE8M0_BIAS + exponent))
 
     def engram_table(self, layer_id: int) -> DummyEngramTable:
         """A table whose rows are made when they are fetched; see :meth:`TensorSource.engram_table`."""
