@@ -145,7 +145,7 @@ class ReferenceModel:
         return Span(len(tokens), start=start, hit=hit, prior=prior, decoder_floor=floor)
 
     def _run(self, tokens: TokenSequence, span: Span, record: Recorder) -> tuple[Tensor, Published]:
-        """The rows of ``span`` through all layers. ``tokens`` begin at position 0: n-grams reach back before the rows."""
+        """The rows of ``span`` through all layers. ``tokens`` begin at position 0: n-grams reach back that far."""
         text, setting, weights = self.config.text, self._setting, self._parameters
         published = Published()
         embedded = bf16(tokens.embed(weights["embed.weight"]), setting.roundings.bf16_embedding)
