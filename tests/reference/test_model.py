@@ -100,23 +100,46 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.fixture(scope="module")
+def image_mask() -> Tensor:
+    mask = torch.zeros(LENGTH, dtype=torch.bool)
+    mask[20:60] = True
+    return mask
+
+
+@pytest.fixture(scope="module")
+def base_with_image(ids: Tensor, weights: dict[str, Tensor], image_mask: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tiny_model(weights=weights).forward(ids, image_mask=image_mask)
+
+
+def mutated(weights: dict[str, Tensor], name: str) -> ReferenceModel:
+    """The model with one tensor disturbed by as much as its own spread."""
+    generator = torch.Generator().manual_seed(4)
+    noise = weights[name].std() * torch.randn(weights[name].shape, generator=generator)
+    return tiny_model(weights=weights | {name: weights[name] + noise})
+
+
+@pytest.mark.parametrize("name", [name for name in CHOICES if not name.endswith("bias_vl")])
 def test_every_tensor_that_decides_changes_the_logits(
     name: str, weights: dict[str, Tensor], ids: Tensor, base: Tensor
 ) -> None:
-    generator = torch.Generator().manual_seed(4)
-    other = weights[name] + weights[name].std() * torch.randn(weights[name].shape, generator=generator)
-    model = tiny_model(weights=weights | {name: other})
     with torch.no_grad():
-        if not name.endswith("bias_vl"):
-            assert is_changed(model.forward(ids), base)
-            return
-        mask = torch.zeros(len(ids), dtype=torch.bool)
-        mask[20:60] = True
-        assert torch.equal(model.forward(ids), base)  # text alone does not see it
-        assert is_changed(
-            model.forward(ids, image_mask=mask), tiny_model(weights=weights).forward(ids, image_mask=mask)
-        )
+        assert is_changed(mutated(weights, name).forward(ids), base)
+
+
+@pytest.mark.parametrize("name", [name for name in CHOICES if name.endswith("bias_vl")])
+def test_image_biases_change_the_logits_of_prompts_with_an_image(
+    name: str, weights: dict[str, Tensor], ids: Tensor, image_mask: Tensor, base_with_image: Tensor
+) -> None:
+    with torch.no_grad():
+        assert is_changed(mutated(weights, name).forward(ids, image_mask=image_mask), base_with_image)
+
+
+def test_image_biases_do_not_touch_text(weights: dict[str, Tensor], ids: Tensor, base: Tensor) -> None:
+    pushed = {name: value + torch.arange(float(len(value))) for name, value in weights.items() if "bias_vl" in name}
+    with torch.no_grad():
+        assert torch.equal(tiny_model(weights=weights | pushed).forward(ids), base)
 
 
 def test_draft_ignores_the_image_bias_and_obeys_the_text_bias(weights: dict[str, Tensor], ids: Tensor) -> None:
@@ -168,22 +191,32 @@ def test_every_configuration_switch_changes_the_logits(
         assert is_changed(tiny_model(tiny_config(**change), weights).forward(ids), base)
 
 
+ROUNDED_IDS = random_ids(24)
+
+
+def all_outputs(model: ReferenceModel) -> dict[str, Tensor]:
+    """Everything that one forward and one draft compute."""
+    trace: dict[str, Any] = {}
+    with torch.no_grad():
+        trace["draft.logits"] = model.draft(ROUNDED_IDS, 5, trace=trace).logits
+    return trace
+
+
+@pytest.fixture(scope="module")
+def exact_outputs(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return all_outputs(tiny_model(weights=weights))
+
+
 # The vision tower's switch has its own test beside the tower.
 @pytest.mark.parametrize("name", [name for name in Roundings.names() if name != "bf16_vision"])
-def test_every_rounding_is_wired_alone(name: str, weights: dict[str, Tensor]) -> None:
-    ids = random_ids(24)
-    exact, rounded = tiny_model(weights=weights), tiny_model(weights=weights, roundings=Roundings.of(name))
-    with torch.no_grad():
-        if name in ("bf16_feature", "q8_draft_features", "bf16_draft_context"):
-            before, after = exact.draft(ids, 5).logits, rounded.draft(ids, 5).logits
-        elif name in ("bf16_index_score", "bf16_index_weight", "bf16_index_key", "bf16_index_query"):
-            traces: list[dict[str, Any]] = [{}, {}]
-            for model, trace in zip((exact, rounded), traces, strict=True):
-                model.forward(ids, trace=trace)
-            before, after = (trace["layers.4.attn.index_scores"].clamp(min=-1e9) for trace in traces)
-        else:
-            before, after = exact.forward(ids), rounded.forward(ids)
-    assert not torch.equal(before, after)
+def test_every_rounding_is_wired_alone(name: str, weights: dict[str, Tensor], exact_outputs: dict[str, Tensor]) -> None:
+    rounded = all_outputs(tiny_model(weights=weights, roundings=Roundings.of(name)))
+    seen_at = "logits"
+    if name in ("bf16_feature", "q8_draft_features", "bf16_draft_context"):
+        seen_at = "draft.logits"
+    if "index" in name:
+        seen_at = "layers.4.attn.index_scores"  # a selection changes only where scores are close
+    assert not torch.equal(rounded[seen_at], exact_outputs[seen_at])
 
 
 def test_presets() -> None:
