@@ -240,7 +240,7 @@ class Scheduler:
         for sequence in self._running:
             if step.rows_left == 0:
                 return
-            if sequence.is_prefilling and sequence in step.rows:
+            if sequence.is_prefilling:
                 self._add_chunk(step, sequence, step.rows_left)
 
     def _launch(self, step: StepDraft) -> StepPlan:

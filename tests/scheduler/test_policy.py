@@ -5,6 +5,8 @@ import pytest
 from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.scheduler.admission import PromptTooLongError
 from deepinfer.scheduler.budget import ROW_PATIENCE_STEPS, min_chunk, prefill_share
+from deepinfer.scheduler.preemption import latest_behind
+from deepinfer.scheduler.sequence import Sequence
 
 from .simulation import Simulation
 
@@ -144,6 +146,7 @@ def test_a_head_without_room_does_not_block_smaller_ones_behind_it():
     assert sim.sequences["big"].num_bypassed == 1
     sim.run_until_idle()
     assert sim.sequences["big"].finish_reason == "stop"
+    assert sim.sequences["big"].num_bypassed == 0, "its patience is fresh if it ever has to wait again"
 
 
 def test_a_bypassed_head_is_not_starved():
@@ -170,6 +173,58 @@ def test_lookahead_is_bounded():
         sim.add(f"big{index}", 30, stop_after=1)
     sim.add("small", 4, stop_after=1)
     assert rows_of(sim.turn()) == {"holder": 1}
+
+
+def test_a_prompt_starts_only_if_the_rest_of_those_in_progress_still_fits():
+    sim = simulation(num_blocks=21, max_num_batched_tokens=16)
+    sim.add("a", 60, stop_after=1)
+    sim.turn()
+    sim.add("b", 40, stop_after=1)
+    assert sim.pool.num_free > 10, "there is room for all of b now, but not for b and the rest of a"
+    assert rows_of(sim.turn()) == {"a": 16}
+    sim.run_until_idle()
+    assert sim.scheduler.num_preemptions == 0
+    assert sim.sequences["b"].finish_reason == "stop"
+
+
+def test_a_newcomer_leaves_a_block_for_the_growth_of_those_that_run():
+    sim = simulation(num_blocks=6)
+    sim.add("a", 6, stop_after=5)
+    sim.turn()
+    sim.add("b", 12, stop_after=1)
+    assert sim.pool.num_free == 3, "just what b needs"
+    assert rows_of(sim.turn()) == {"a": 1}
+    sim.run_until_idle()
+    assert sim.scheduler.num_preemptions == 0
+
+
+def test_nothing_starts_in_a_step_that_had_to_preempt():
+    sim = simulation(num_blocks=14, max_num_seqs=3)
+    sim.add("a", 16, stop_after=30)
+    sim.add("b", 24, stop_after=30)
+    sim.turn()
+    sim.turn_until(lambda: sim.pool.num_free == 0)
+    sim.add("small", 1, stop_after=1)
+    plan = sim.turn_until(lambda: sim.scheduler.num_preemptions)
+    assert plan.preempted == ("b",)
+    assert sim.pool.num_free > 2
+    assert rows_of(plan) == {"a": 1}
+
+
+def test_nobody_is_preempted_for_blocks_that_a_last_token_in_flight_will_free():
+    sim = simulation(num_blocks=8, pipeline_depth=2)
+    a = sim.add("a", 8, stop_after=8)
+    c = sim.add("c", 4, stop_after=8)
+    last = sim.add("b", 4, stop_after=100, max_tokens=5)
+    for _ in range(5):
+        assert len(sim.turn().chunks) == 3
+    # Rows 12 of a and 8 of c need a block each, all seven are taken, and b's last token is still being sampled.
+    assert sim.pool.num_free == 0
+    assert rows_of(sim.turn()) == {}
+    assert rows_of(sim.turn()) == {"a": 1, "c": 1}
+    sim.run_until_idle()
+    assert sim.scheduler.num_preemptions == 0
+    assert (a.num_output, c.num_output, last.num_output) == (8, 8, 5)
 
 
 def test_latest_sequence_is_preempted_and_the_oldest_never():
@@ -272,6 +327,15 @@ def test_sequence_that_alone_outgrows_the_pool_ends_with_length_and_says_why():
     assert sim.scheduler.take_ended() == [sequence]
     assert sim.scheduler.take_ended() == []
     sim.assert_everything_returned()
+
+
+def test_victim_is_the_latest_behind_that_does_not_end_by_itself():
+    a, b, c = (Sequence(request_id=name, prompt_ids=(1,), max_tokens=1) for name in "abc")
+    assert latest_behind([a, b, c], a) is c
+    assert latest_behind([a, b, c], c) is None
+    c.num_pending = 1
+    assert latest_behind([a, b, c], a) is b
+    assert latest_behind([a, b, c], b) is None
 
 
 # ---- limits ------------------------------------------------------------------------------------------------------
