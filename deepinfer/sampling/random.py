@@ -120,7 +120,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, purpose: Pur
         indices = torch.arange(left, right, device=keys.device)
         for top in range(0, rows, step):
             bits = _bits(keys[top : top + step, None], indices)
-            noise[top : top + step, left:right] = _gumbel(bits)
+            noise[top : top + step, left:right] = gumbel_of_bits(bits)
     return noise
 
 
@@ -132,7 +132,7 @@ def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor, purpose
     Returns:
         float32 ``[rows, count]``.
     """
-    return _gumbel(_bits(row_keys(seeds, positions, purpose)[:, None], token_ids))
+    return gumbel_of_bits(_bits(row_keys(seeds, positions, purpose)[:, None], token_ids))
 
 
 def _bits(keys: Tensor, indices: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def _bits(keys: Tensor, indices: Tensor) -> Tensor:
     return _mix_(keys + (indices + 1) * as_int64(_GOLDEN))
 
 
-def _gumbel(bits: Tensor) -> Tensor:
+def gumbel_of_bits(bits: Tensor) -> Tensor:
     """Map 64 random bits to Gumbel noise. int64 to float32 of the same shape; ``bits`` is overwritten."""
     values, slopes = gumbel_table(bits.device)
     half = bits >> 63  # -1 or 0

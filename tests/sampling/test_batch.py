@@ -136,6 +136,13 @@ def test_every_logprob_overrides_what_requests_asked():
     assert all(group.wants_logprobs for group in batch.constants.groups)
 
 
+def test_request_without_bans_costs_nothing():
+    assert _state(stop_token_ids=[4]).early_bans == ()
+    constants = SamplingBatch.build([_state(), _state(min_tokens=1)], [3, 3]).constants
+    assert constants.early_rows == (1,)
+    assert SamplingBatch.build([_state(min_tokens=1)], [4]).early is None
+
+
 def test_empty_batch():
     batch = SamplingBatchBuilder(VOCAB).build([], [])
     assert batch.num_rows == 0

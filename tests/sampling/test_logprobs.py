@@ -114,7 +114,10 @@ def test_probabilities_sum_to_one_over_a_real_vocabulary():
 
 
 @pytest.mark.parametrize("slab", [1, 7, 64])
-@pytest.mark.parametrize("values", [None, {}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.8}, {"min_p": 0.1}])
+@pytest.mark.parametrize(
+    "values",
+    [None, {}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.8}, {"min_p": 0.1}, {"top_k": 3}, {"top_k": 10**6}],
+)
 def test_prompt_logprobs_do_not_depend_on_the_slab(slab, values):
     logits = torch.randn(23, VOCAB) * 2
     targets = torch.randint(VOCAB, (23,))

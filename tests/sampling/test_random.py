@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from decimal import Decimal, getcontext
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from deepinfer.sampling.random import (
     child_seed,
     gumbel_noise,
     gumbel_noise_at,
+    gumbel_of_bits,
     mix64,
     row_keys,
     uniform,
@@ -75,6 +78,21 @@ def test_noise_is_the_quantile_function_of_its_bits():
         mass = Decimal(((bits & (2**63 - 1)) & ~1023) | (1 << 22)) / 2**64
         u = 1 - mass if bits >> 63 else mass
         assert value == pytest.approx(float(-(-u.ln()).ln()), abs=3e-7, rel=2e-7)
+
+
+def test_noise_follows_the_integer_definition_in_every_octave():
+    values, slopes = (table.numpy() for table in gumbel_table(CPU))
+    rng = random.Random(5)
+    numbers = [(rng.getrandbits(1) << 63) | rng.getrandbits(1 + index % 63) for index in range(4000)]
+    numbers += [0, 2**64 - 1, 2**63, 2**63 - 1, 1 << 22, (1 << 23) - 1]
+    found = gumbel_of_bits(_rows(*numbers)).numpy()
+    for number, noise in zip(numbers, found, strict=True):
+        mass = (number & (2**63 - 2**10)) | 2**22
+        exponent = mass.bit_length() - 1
+        behind = (mass << 64 >> exponent) & (2**64 - 1)  # what follows the leading one, as 64 bits
+        point = (number >> 63) * HALF_SIZE + ((exponent - 22) << 10) + (behind >> 54)
+        fraction = np.float32((behind >> 30) & (2**24 - 1))
+        assert noise == values[point] + fraction * slopes[point], f"{number:#x}"
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 512, 40_000])

@@ -186,6 +186,7 @@ def test_bad_row_is_flagged_and_its_neighbours_keep_their_bits(poison):
         assert found.token_ids[bad] == 0
         if states[bad].params.wants_logprobs:
             assert found.logprobs[bad] == LOGPROB_FLOOR
+            assert found.ranks[bad] == 0
             assert all(value == LOGPROB_FLOOR for _token, value in found.alternatives(bad))
         for row in range(rows):
             if row != bad:

@@ -74,6 +74,13 @@ def test_p_of_one_keeps_tokens_whose_mass_rounds_to_zero():
     assert _kept_ids(scores, [math.nextafter(1.0, 0.0)], None) == [[0]]
 
 
+def test_p_of_one_keeps_everything_when_the_total_has_more_than_53_bits():
+    scores = torch.cat([torch.rand(20, 2000) - 1.0, torch.full((20, 1), -60.0)], dim=1)
+    scores[:, 0] = 0.0
+    assert mass_of(scores).sum(-1).min() > 2**53
+    assert [len(ids) for ids in _kept_ids(scores, [1.0] * 20, None)] == [2001] * 20
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 20.0])
 def test_candidate_shortcut_changes_nothing(spread, monkeypatch):
     scores = _scores(torch.randn(6, 3000) * spread)
