@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from deepinfer.config.layer_plan import LayerPlan
 from deepinfer.config.model import TextConfig
-from deepinfer.layers.caches import ModelCaches
+from deepinfer.layers.caches import LayerCaches
 from deepinfer.layers.compressor import Compressor
 from deepinfer.layers.indexer import Indexer
 from deepinfer.layers.step_state import StepState
@@ -39,9 +41,13 @@ class Attention:
         self.compressor = Compressor(config, plan, weights, ops) if plan.owns_kv else None
         self.indexer = Indexer(config, plan, weights, ops, numerics) if plan.owns_indexer else None
 
-    def forward(self, x: Tensor, state: StepState, caches: ModelCaches) -> Tensor:
-        """``x`` ``[rows, hidden]`` (normed) to the attention output ``[rows, hidden]``."""
-        own = caches.layers[self.plan.layer_id]
+    def forward(self, x: Tensor, state: StepState, caches: Sequence[LayerCaches]) -> Tensor:
+        """``x`` ``[rows, hidden]`` (normed) to the attention output ``[rows, hidden]``.
+
+        Args:
+            caches: of all layers, by layer number: streams are read from their source layers.
+        """
+        own = caches[self.plan.layer_id]
         angles = state.compressed_angles if self.plan.ratio else state.plain_angles
         query_latent, key = self.ops.linear(x, self.query_and_key, self.quantize).split(
             (self.query_rank, self.head_dim), dim=-1
@@ -70,7 +76,7 @@ class Attention:
         return output
 
     def _selection(
-        self, x: Tensor, query_latent: Tensor, state: StepState, caches: ModelCaches
+        self, x: Tensor, query_latent: Tensor, state: StepState, caches: Sequence[LayerCaches]
     ) -> tuple[Tensor, RecordStore, StreamView] | None:
         """Selected entries, the store they lie in and its stream, or None when there are none."""
         plan = self.plan
@@ -80,12 +86,12 @@ class Attention:
         assert plan.index_k_source is not None
         assert plan.index_source is not None
         if self.indexer is not None:
-            keys = caches.layers[plan.index_k_source].index_keys
+            keys = caches[plan.index_k_source].index_keys
             assert keys is not None
             self.indexer.select(x, query_latent, state, keys)
         selected = state.selections[plan.index_source]
         if selected.shape[1] == 0:
             return None
-        store = caches.layers[plan.kv_source].entries
+        store = caches[plan.kv_source].entries
         assert store is not None
         return selected, store, state.streams[plan.ratio]

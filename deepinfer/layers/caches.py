@@ -58,9 +58,18 @@ class LayerCaches:
 class ModelCaches:
     """All cache tensors of one model on one device."""
 
-    def __init__(self, config: TextConfig, numerics: Numerics, geometry: CacheGeometry, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: TextConfig,
+        numerics: Numerics,
+        geometry: CacheGeometry,
+        device: torch.device,
+        num_draft_stages: int = 0,
+    ) -> None:
         self.geometry = geometry
         self.layers: list[LayerCaches] = []
+        self.draft: list[LayerCaches] = []
+        """Rings of the draft stages: context keys made from the backbone's features."""
         head_dim = config.head_dim
         for plan in config.layers:
             window = RecordStore.allocate(
@@ -78,12 +87,17 @@ class ModelCaches:
                     shape = (geometry.num_slots * geometry.pair_ring_length, 2, head_dim)
                     pairs = torch.zeros(shape, dtype=torch.float32, device=device)
             self.layers.append(LayerCaches(window, entries, index_keys, pairs))
+        for _stage in range(num_draft_stages):
+            window = RecordStore.allocate(
+                numerics.window_format(head_dim), geometry.num_slots * geometry.ring_length, device
+            )
+            self.draft.append(LayerCaches(window))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all cache tensors."""
         total = 0
-        for layer in self.layers:
+        for layer in (*self.layers, *self.draft):
             stores = (layer.window, layer.entries, layer.index_keys)
             total += sum(store.num_bytes for store in stores if store is not None)
             if layer.pairs is not None:

@@ -34,6 +34,8 @@ class StepState:
     """By selection source: ``[rows, k]`` entries, ascending, padded with -1."""
     candidate_blocks: Tensor | None = None
     """``[rows, blocks]`` chosen at the candidate source; None while every visible entry is a candidate."""
+    features: list[Tensor] | None = None
+    """Mean of the streams ``[rows, hidden]`` at the entrance of each target layer, collected when there is a draft."""
     trace: dict[str, Tensor] | None = None
     """Collects intermediates by name when a test asks for them."""
 

@@ -8,65 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepinfer.config.layer_plan import LayerPlan
 from deepinfer.config.model import TextConfig
-from deepinfer.layers.attention import Attention
 from deepinfer.layers.caches import ModelCaches
 from deepinfer.layers.engram import Engram
-from deepinfer.layers.hyper_connection import HyperConnection
-from deepinfer.layers.moe import MoE
 from deepinfer.layers.step_state import StepState
 from deepinfer.layers.weights import TensorSource, WeightSource
+from deepinfer.models.decoder_layer import DecoderLayer
 from deepinfer.ops.numerics import Numerics
 from deepinfer.ops.registry import Ops
-
-
-class DecoderLayer:
-    """One backbone layer: optional Engram, attention, experts, each inside its hyper-connection."""
-
-    def __init__(
-        self,
-        config: TextConfig,
-        plan: LayerPlan,
-        weights: WeightSource,
-        ops: Ops,
-        numerics: Numerics,
-        engram: Engram | None,
-    ) -> None:
-        self.plan = plan
-        self.engram = engram
-        self.attention_hc = HyperConnection(config, "attn", weights, ops)
-        self.ffn_hc = HyperConnection(config, "ffn", weights, ops)
-        self.attention = Attention(config, plan, weights.child("attn"), ops, numerics)
-        self.moe = MoE(
-            config.n_routed_experts,
-            config.num_experts_per_tok,
-            config.routed_scaling_factor,
-            config.swiglu_limit,
-            weights.child("ffn"),
-            ops,
-            numerics,
-        )
-
-    def forward(self, trunk: Tensor, read_mix: Tensor, state: StepState, caches: ModelCaches) -> tuple[Tensor, Tensor]:
-        """``trunk`` ``[rows, M, hidden]`` and read mix ``[rows, M]`` to those of the next layer."""
-        name = f"layers.{self.plan.layer_id}"
-        if self.engram is not None:
-            trunk = self.engram.forward(trunk, state)
-
-        def attend(x: Tensor) -> Tensor:
-            state.record(f"{name}.attn.input", x)
-            return self.attention.forward(x, state, caches)
-
-        def feed_forward(x: Tensor) -> Tensor:
-            state.record(f"{name}.ffn.input", x)
-            return self.moe.forward(x, state, f"{name}.ffn")
-
-        trunk, read_mix = self.attention_hc.forward(trunk, read_mix, attend)
-        trunk, read_mix = self.ffn_hc.forward(trunk, read_mix, feed_forward)
-        state.record(f"{name}.trunk", trunk)
-        state.record(f"{name}.read_mix", read_mix)
-        return trunk, read_mix
 
 
 class DeepseekV41:
@@ -106,7 +55,9 @@ class DeepseekV41:
             engram = None
             if plan.has_engram:
                 engram = Engram(config, plan.layer_id, child, ops, token_map.to(device), num_compressed)
-            self.layers.append(DecoderLayer(config, plan, child, ops, numerics, engram))
+            experts = (config.n_routed_experts, config.num_experts_per_tok)
+            name = f"layers.{plan.layer_id}"
+            self.layers.append(DecoderLayer(config, plan, child, ops, numerics, experts, name, engram))
             on_layer(plan.layer_id + 1)
 
     def forward(self, state: StepState, caches: ModelCaches) -> tuple[Tensor, Tensor]:
@@ -115,13 +66,20 @@ class DeepseekV41:
         Returns:
             trunk ``[rows, M, hidden]`` and read mix ``[rows, M]`` after the last layer; see :meth:`logits`.
         """
+        trunk, read_mix = self.embed(state.ids)
+        for layer in self.layers:
+            if layer.plan.is_feature_target and state.features is not None:
+                state.features.append(trunk.double().mean(1).to(trunk.dtype))
+            trunk, read_mix = layer.forward(trunk, read_mix, state, caches.layers)
+        return trunk, read_mix
+
+    def embed(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """First trunk ``[rows, M, hidden]`` of token ids ``[rows]``: equal streams, of which the first is read."""
         streams = self.config.hc_mult
-        embedded = functional.embedding(state.ids, self.embedding).to(self.numerics.activation_dtype)
+        embedded = functional.embedding(ids, self.embedding).to(self.numerics.activation_dtype)
         trunk = embedded.unsqueeze(1).expand(-1, streams, -1).contiguous()
         read_mix = torch.zeros(trunk.shape[0], streams, dtype=torch.float64, device=self.device)
         read_mix[:, 0] = 1
-        for layer in self.layers:
-            trunk, read_mix = layer.forward(trunk, read_mix, state, caches)
         return trunk, read_mix
 
     def logits(self, trunk: Tensor, read_mix: Tensor) -> Tensor:
