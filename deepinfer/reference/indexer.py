@@ -57,7 +57,7 @@ def select_top(scores: Tensor, count: int) -> Tensor:
         ``[T, count]`` int64, ascending, padded with -1 behind.
     """
     num_rows, num_entries = scores.shape
-    order = torch.sort(scores.detach() + 0.0, dim=1, descending=True, stable=True)  # + 0.0 turns -0 into +0
+    order = torch.sort(scores.detach(), dim=1, descending=True, stable=True)  # -0 and +0 are equal to it
     kept = order.indices[:, :count]
     kept = torch.where(order.values[:, :count] == UNAVAILABLE, num_entries, kept).sort(1).values
     kept = torch.where(kept == num_entries, -1, kept)

@@ -63,8 +63,10 @@ def released_text() -> TextConfig:
     return config.text
 
 
-def test_primes_and_multipliers_of_appendix_a(released_text: TextConfig) -> None:
+def test_primes_and_multipliers_of_appendix_a(released_text: TextConfig, golden_dir: Path) -> None:
     primes = engram_primes(2, 4, 8, 16_000_000)
+    golden = np.load(golden_dir / "engram_real_tokenizer.npz")
+    assert golden["primes"].reshape(2, 24).tolist() == [list(row) for row in primes]
     for (layer, (first, last)), row, total in zip(A1_FIRST_AND_LAST.items(), primes, A1_SUMS, strict=True):
         assert (row[0], row[-1], sum(row)) == (first, last, total)
         assert engram_multipliers(layer, 4, 99092) == A2_MULTIPLIERS[layer]

@@ -118,6 +118,13 @@ def test_q4e_of_appendix_a6() -> None:
     assert not zero.codes.any()
 
 
+def test_q4e_multiplies_by_a_float32_reciprocal() -> None:
+    """1.25 * 1.875: the exact quotient is a tie (code 1), the product with fp32(1 / 1.875) lies above it (code 1.5)."""
+    quantised = q4e_codes(group(11.25, 2.34375, 4.6875, 9.375, size=16))
+    assert quantised.scales.item() == 1.875
+    assert quantised.codes[0, :4].tolist() == [6.0, 1.5, 3.0, 6.0]
+
+
 def nearest(value: float, table: list[float]) -> float:
     """Nearest entry of an ascending table of magnitudes, ties to the even index: rounding without any arithmetic."""
     exact = Fraction(abs(value))
