@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from deepinfer.config.options import AUTO
@@ -178,3 +179,13 @@ def _unknown(name: str) -> str:
     similar = nearest(bare, [variable.name for variable in VARIABLES])  # the prefix alone would make all names alike
     hint = f"did you mean {PREFIX}{similar}?" if similar else "see docs/configuration.md for the known ones"
     return f"unknown environment variable {name} has no effect; {hint}"
+
+
+def user_cache_dir(variables: Mapping[str, str] | None = None) -> Path:
+    """Where to keep files that can be made again: ``$XDG_CACHE_HOME/deepinfer`` or ``~/.cache/deepinfer``.
+
+    Args:
+        variables: names to texts; the process environment when None.
+    """
+    home = (os.environ if variables is None else variables).get("XDG_CACHE_HOME", "").strip()
+    return (Path(home) if home else Path("~/.cache").expanduser()) / "deepinfer"

@@ -83,6 +83,11 @@ def open_weights(config: EngineConfig, model_config: ModelConfig) -> TensorSourc
     return open_checkpoint(config.model.path, parts=("text",), config=model_config)
 
 
+def num_state_slots(max_num_seqs: int) -> int:
+    """State slots that an engine makes: one per running sequence, a fifth to spare, and the null slot."""
+    return max_num_seqs + max_num_seqs // 5 + 2
+
+
 def build_engine(
     config: EngineConfig, *, ops_pins: str = "", progress: bool = True
 ) -> tuple[Engine, tuple[Reason, ...]]:
@@ -109,7 +114,7 @@ def build_engine(
     else:
         vocab = load_compressed_vocab(tokenizer, model_config.text)
     model = _load_model(config, model_config, vocab, ops, device, progress)
-    num_slots = config.scheduler.max_num_seqs + config.scheduler.max_num_seqs // 5 + 2
+    num_slots = num_state_slots(config.scheduler.max_num_seqs)
     sizes = cache_sizes(model_config, config.numerics)
     config, reason = size_cache(
         config,

@@ -27,6 +27,7 @@ from deepinfer.entrypoints.inputs import (
     params_per_prompt,
     prepare_prompt,
 )
+from deepinfer.entrypoints.interrupts import interrupt_after
 from deepinfer.errors import EngineError, RequestError
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.tokenizer.chat import encode_chat
@@ -165,8 +166,7 @@ class LLM:
         if prompt.error is not None:
             raise prompt.error
         params = self._params(sampling_params, 1)[0]
-        request_id = engine.add_request(prompt.ids, params, prompt=prompt.text)
-        return _stream(engine, request_id)
+        return _stream(engine, prompt, params)
 
     def _params(self, given: ParamsArgument, count: int) -> list[SamplingParams]:
         sampling = self.engine.config.sampling
@@ -186,26 +186,29 @@ class LLM:
         engine = self.engine
         results: dict[int, RequestOutput] = {}
         index_of: dict[str, int] = {}
-        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-            if prompt.error is not None:
-                results[index] = _refused(prompt, index, engine.config.numerics)
-            else:
-                index_of[engine.add_request(prompt.ids, each, prompt=prompt.text)] = index
+
+        def collect() -> list[RequestOutput]:
+            done = engine.take_finished(index_of)
+            results.update({index_of[output.request_id]: output for output in done})
+            return done
+
         bar = _Progress(len(prompts), use_tqdm)
-        bar.update(list(results.values()))
         try:
+            for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+                if prompt.error is None:
+                    index_of[engine.add_request(prompt.ids, each, prompt=prompt.text)] = index
+                else:
+                    results[index] = _refused(prompt, index, engine.config.numerics)
+            bar.update(list(results.values()))
             while len(results) < len(prompts):
-                for output in engine.step():
-                    if output.finished and output.request_id in index_of:
-                        results[index_of[output.request_id]] = output
-                        bar.update([output])
+                with interrupt_after():
+                    engine.run_step()
+                bar.update(collect())
         except BaseException as error:
             # Whatever went wrong, the engine must not go on with requests that nobody waits for.
             for request_id in index_of:
                 engine.abort(request_id)
-            for output in engine.take_changes():
-                if output.request_id in index_of:
-                    results[index_of[output.request_id]] = output
+            collect()
             if isinstance(error, KeyboardInterrupt):
                 raise GenerationInterrupted([results[index] for index in sorted(results)]) from None
             raise
@@ -214,18 +217,19 @@ class LLM:
         return [results[index] for index in range(len(prompts))]
 
 
-def _stream(engine: Engine, request_id: str) -> Iterator[StreamDelta]:
+def _stream(engine: Engine, prompt: PreparedPrompt, params: SamplingParams) -> Iterator[StreamDelta]:
+    # Queued here, at the first item: a stream that nobody starts would never be closed either.
+    request_id = engine.add_request(prompt.ids, params, prompt=prompt.text)
+    mine = (request_id,)
     try:
-        finished = False
-        while not finished:
-            engine.commit(engine.launch(engine.scheduler.schedule()))
-            finished = engine.is_finished(request_id)
-            for delta in engine.take_deltas():
-                if delta.request_id == request_id:
-                    yield delta
+        while not engine.is_finished(request_id):
+            with interrupt_after():
+                engine.run_step()
+            yield from engine.take_deltas(mine)
+        yield from engine.take_deltas(mine)  # it ended while somebody else ran the engine, or before its first step
     finally:
         if engine.abort(request_id):
-            engine.take_changes()
+            engine.take_changes(mine)
 
 
 def _refuse_images(data: object) -> None:

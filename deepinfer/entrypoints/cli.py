@@ -1,0 +1,98 @@
+"""The ``deepinfer`` command: arguments in, one command run, an exit code out.
+
+Each command is a module of :mod:`deepinfer.entrypoints.commands` with ``add_arguments(parser)`` and ``run(namespace)``.
+Only the module of the command that was asked for is imported, so that ``deepinfer --help`` answers at once.
+
+Exit codes: 0, 1 (a check said no), 2 (a mistake in what was given; one message says what, why and what to do), 130
+(Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from deepinfer import __version__
+from deepinfer.errors import EngineError
+
+COMMANDS: dict[str, str] = {
+    "generate": "complete prompts",
+    "chat": "talk to a model in the terminal",
+    "inspect": "sizes and layers of a checkpoint, from its headers",
+    "doctor": "what this machine, this installation and this configuration come to",
+    "make-checkpoint": "write a random checkpoint in the released format",
+    "bench": "measure prefill, decoding, operators and engine overhead",
+    "demo": "generate from a few prompts with a small model",
+}
+"""Name and help; the module is the name with underscores."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: without the program's name; those of the process when None.
+    Returns:
+        the exit code. Malformed arguments leave through ``SystemExit(2)``, as always with argparse.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = build_parser(next((word for word in given if not word.startswith("-")), None))
+    namespace = parser.parse_args(given)
+    if namespace.command is None:
+        parser.print_help()
+        return 0
+    logging.basicConfig(
+        level=logging.INFO if namespace.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    _never_fail_on_characters()
+    try:
+        code: int = namespace.run(namespace)
+        sys.stdout.flush()
+        return code
+    except EngineError as error:
+        if namespace.traceback:
+            raise
+        print(f"deepinfer {namespace.command}: error: {error.what}", file=sys.stderr)
+        print(f"  why: {error.why}\n  fix: {error.fix}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if namespace.traceback:
+            raise
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left (`deepinfer ... | head`). Python would complain once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser, with the arguments of ``command`` filled in; the other commands only show their help line."""
+    parser = argparse.ArgumentParser(
+        prog="deepinfer",
+        description="Inference engine for DeepSeek-V4.1-Flash.",
+        epilog="deepinfer COMMAND --help lists what a command takes; docs/cli.md has examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"deepinfer {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name == command:
+            module = importlib.import_module(f"deepinfer.entrypoints.commands.{name.replace('-', '_')}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+        sub.add_argument("-v", "--verbose", action="store_true", help="log what the engine decides and does")
+        sub.add_argument("--traceback", action="store_true", help="show where an error came from")
+    return parser
+
+
+def _never_fail_on_characters() -> None:
+    """A terminal that can't show a character shows a replacement."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -1,0 +1,37 @@
+"""What the commands share: which model to use, and an ``LLM`` from parsed flags."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from deepinfer.config.env import read_environment
+from deepinfer.config.flags import add_engine_flags, engine_arguments
+from deepinfer.entrypoints.default_model import default_model
+from deepinfer.entrypoints.llm import LLM
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the engine and of operator selection."""
+    add_engine_flags(parser)
+    parser.add_argument("--ops", default="", metavar="OP=IMPLEMENTATION,...", help="pin operators, as all=reference")
+
+
+def model_arguments(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Engine arguments from flags; the model is the one of the flags, the environment, or the default model."""
+    arguments = engine_arguments(namespace)
+    if "model" not in arguments:
+        found = read_environment().options.get("model")
+        arguments["model"] = default_model() if found is None else found[1]
+    arguments["model"] = Path(arguments["model"]).expanduser()
+    return arguments
+
+
+def load_llm(namespace: argparse.Namespace, **defaults: Any) -> LLM:
+    """The ``LLM`` that the flags describe.
+
+    Args:
+        defaults: engine arguments that apply where the flags say nothing.
+    """
+    return LLM(ops=namespace.ops, progress=False, **{**defaults, **model_arguments(namespace)})
