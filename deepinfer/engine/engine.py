@@ -6,6 +6,7 @@ import itertools
 import logging
 import random
 import time
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -207,10 +208,27 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the requests that changed, finished ones for the last time."""
+        self.run_step()
+        return self.take_changes()
+
+    def run_step(self) -> None:
+        """Run one step; its results wait in :meth:`take_changes` or :meth:`take_deltas`."""
         with self.timer.phase("schedule"):
             plan = self.scheduler.schedule()
-        self.commit(self.launch(plan))
-        return self.take_changes()
+        try:
+            launched = self.launch(plan)
+        except BaseException:
+            self._abandon(plan)
+            raise
+        self.commit(launched)
+
+    def _abandon(self, plan: StepPlan) -> None:
+        """Close a step that was interrupted in the model: nobody knows which of its records were written."""
+        for chunk in plan.chunks:
+            found = self._branches.get(chunk.request_id)
+            if found is not None:
+                self._end_branch(*found, FINISH_ABORT)
+        self.scheduler.commit(plan, {})
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Run the model and the sampler on a plan. A failure is kept for :meth:`commit`; it ends this step only."""
@@ -310,26 +328,36 @@ class Engine:
             request.metrics.finished_s = time.monotonic()
             self.statistics.finished(request)
 
-    def take_changes(self) -> list[RequestOutput]:
-        """Requests that changed since the last call; finished ones are forgotten by the engine with it."""
-        changed = list(self._changed.values())
-        self._changed.clear()
-        for request in changed:
-            if request.finished:
-                self._requests.pop(request.request_id, None)
-        return [request.to_output(self.config.numerics) for request in changed]
+    def take_changes(self, only: Collection[str] | None = None) -> list[RequestOutput]:
+        """Requests that changed since the last call; finished ones are forgotten by the engine with it.
 
-    def take_deltas(self) -> list[StreamDelta]:
+        Args:
+            only: ids of the requests that the caller waits for; changes of others wait for their own caller.
+        """
+        return [request.to_output(self.config.numerics) for request in self._take_changed(only)]
+
+    def take_finished(self, only: Collection[str]) -> list[RequestOutput]:
+        """As :meth:`take_changes`, for a caller that only wants to hear of the end of its requests."""
+        ended = [name for name, request in self._changed.items() if name in only and request.finished]
+        return self.take_changes(ended)
+
+    def take_deltas(self, only: Collection[str] | None = None) -> list[StreamDelta]:
         """As :meth:`take_changes`, but only what was added, one entry per output that changed."""
-        changed = list(self._changed.values())
         deltas = []
-        for request in changed:
+        for request in self._take_changed(only):
             for branch in request.branches:
                 delta = branch.builder.take_delta(request.request_id, request.error)
                 if delta.token_ids or delta.text or delta.finish_reason is not None:
                     deltas.append(delta)
-        self.take_changes()
         return deltas
+
+    def _take_changed(self, only: Collection[str] | None) -> list[Request]:
+        names = [name for name in self._changed if only is None or name in only]
+        changed = [self._changed.pop(name) for name in names]
+        for request in changed:
+            if request.finished:
+                self._requests.pop(request.request_id, None)
+        return changed
 
     def check(self) -> None:
         """Raise AssertionError if the engine and its scheduler contradict each other."""
