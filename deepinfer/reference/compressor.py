@@ -25,7 +25,9 @@ def latents(x: Tensor, ratio: int, parameters: Parameters, setting: Setting) -> 
     """
     value = linear(x, parameters["wkv.weight"])
     if ratio == 2:
-        score = linear(x, parameters["wgate.weight"])
+        # Both are kept in fp32 between the two tokens of a pair, whatever the working precision.
+        value = value.float().to(x.dtype)
+        score = linear(x, parameters["wgate.weight"]).float().to(x.dtype)
         paired = 2 * (len(x) // 2)
         share = torch.softmax(score[:paired].unflatten(0, (-1, 2)), 1)  # [n, 2, D]
         value = (share * value[:paired].unflatten(0, (-1, 2))).sum(1)

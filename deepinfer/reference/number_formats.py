@@ -1,7 +1,8 @@
 """Rounding to bf16, e4m3 and e2m1, and the three block quantisers of spec 0.2, written from their definitions.
 
 Everything here is computed in float64, where each intermediate (a power-of-two scaling of a value with few bits) is
-exact, so that float32 and float64 inputs follow one path. Functions named after an operator of the specification
+exact, so that float32 and float64 inputs follow one path. A value reaches a rounding as the float32 number that the
+model's arithmetic produces: a float64 input is taken to float32 first. Functions named after an operator of the specification
 return dequantised values in the dtype of their input and pass gradients straight through; ``*_codes`` functions return
 the stored form.
 """
@@ -63,8 +64,8 @@ def ceil_log2(value: Tensor) -> Tensor:
 
 
 def round_to(value: Tensor, form: FloatFormat) -> Tensor:
-    """Nearest number of ``form``, ties to the even mantissa. Any float tensor in, float64 out."""
-    wide = value.detach().double()
+    """Nearest number of ``form`` to the float32 ``value``, ties to the even mantissa. Float64 out."""
+    wide = value.detach().float().double()
     exponent = torch.frexp(wide).exponent.to(torch.int64) - 1  # value = 1.m * 2**exponent
     spacing = power_of_two(exponent.clamp(min=form.min_exponent) - form.mantissa_bits)
     rounded = torch.round(wide / spacing) * spacing  # torch.round takes ties to even
@@ -91,7 +92,7 @@ class Quantised:
 def _grouped(value: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Last axis split in groups of ``size``, and the largest magnitude of each."""
     assert value.shape[-1] % size == 0, f"width {value.shape[-1]} is not a multiple of the group size {size}"
-    groups = value.detach().double().unflatten(-1, (-1, size))
+    groups = value.detach().float().double().unflatten(-1, (-1, size))
     return groups, groups.abs().amax(-1)
 
 

@@ -61,7 +61,7 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, *, inverse: bool =
     angles = positions.double()[:, None] * frequencies  # [rows, pairs], float64 so that long positions stay exact
     if x.dim() == 3:
         angles = angles[:, None]
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    cos, sin = angles.cos().float().to(x.dtype), angles.sin().float().to(x.dtype)  # the tables are fp32
     if inverse:
         sin = -sin
     first, second = x[..., -width::2], x[..., x.shape[-1] - width + 1 :: 2]
