@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.reference.building_blocks import linear
-from deepinfer.reference.number_formats import bf16, q4e, q4u, q8
+from deepinfer.reference.number_formats import bf16, fp32, q4e, q4u, q8
 from deepinfer.reference.parameters import Parameters
 from deepinfer.reference.rope import rotate
 from deepinfer.reference.setting import Setting
@@ -25,9 +25,8 @@ def latents(x: Tensor, ratio: int, parameters: Parameters, setting: Setting) -> 
     """
     value = linear(x, parameters["wkv.weight"])
     if ratio == 2:
-        # Both are kept in fp32 between the two tokens of a pair, whatever the working precision.
-        value = value.float().to(x.dtype)
-        score = linear(x, parameters["wgate.weight"]).float().to(x.dtype)
+        value = fp32(value, setting.roundings.fp32_pair)
+        score = fp32(linear(x, parameters["wgate.weight"]), setting.roundings.fp32_pair)
         paired = 2 * (len(x) // 2)
         share = torch.softmax(score[:paired].unflatten(0, (-1, 2)), 1)  # [n, 2, D]
         value = (share * value[:paired].unflatten(0, (-1, 2))).sum(1)

@@ -77,6 +77,11 @@ def bf16(value: Tensor, on: bool = True) -> Tensor:
     return straight_through(value, round_to(value, BF16)) if on else value
 
 
+def fp32(value: Tensor, on: bool = True) -> Tensor:
+    """Kept in fp32 between two uses: rounds a float64 value; the identity where its switch is off."""
+    return straight_through(value, value.detach().float()) if on else value
+
+
 @dataclass(frozen=True, slots=True)
 class Quantised:
     """Codes and scales of the last axis in groups, in float64. ``codes`` are values of the format, not bits."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roundings:
-    """True: the value is rounded at this point. Names start with the format: bf16, q8 (e4m3), q4 (e2m1).
+    """True: the value is rounded at this point. Names start with the format: fp32, bf16, q8 (e4m3), q4 (e2m1).
 
     The order follows a token through the model.
     """
@@ -45,6 +45,8 @@ class Roundings:
     q8_window_key: bool = False
     """``k~``, what the sliding window stores (4.5)."""
 
+    fp32_pair: bool = False
+    """Score and value of a token while a ratio-2 compressor waits for its partner (4.6)."""
     bf16_pooled: bool = False
     """Output of the compressor before its norm (4.6)."""
     q4_entry: bool = False

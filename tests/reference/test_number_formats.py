@@ -72,9 +72,9 @@ def test_bf16_equals_torch_cast_on_ties_and_subnormals() -> None:
     assert torch.equal(round_to(near, BF16).float(), near.bfloat16().float())
 
 
-def test_float64_is_rounded_once() -> None:
-    above_tie = 1 + 2.0**-8 + 2.0**-40  # float32 would first lose the last bit and then round the tie down
-    assert round_to(torch.tensor(above_tie, dtype=torch.float64), BF16).item() == 1 + 2.0**-7
+def test_float64_is_taken_to_float32_first() -> None:
+    above_tie = 1 + 2.0**-8 + 2.0**-40  # an fp32 accumulator has lost the last bit, so the tie goes down
+    assert round_to(torch.tensor(above_tie, dtype=torch.float64), BF16).item() == 1
     assert bf16(torch.tensor([above_tie], dtype=torch.float64)).dtype == torch.float64
 
 
