@@ -18,6 +18,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default="", metavar="OP=IMPLEMENTATION,...", help="pin operators, as all=reference")
 
 
+def names_model(namespace: argparse.Namespace) -> bool:
+    """Whether the flags or the environment say which model to use."""
+    return "model" in engine_arguments(namespace) or "model" in read_environment().options
+
+
 def model_arguments(namespace: argparse.Namespace) -> dict[str, Any]:
     """Engine arguments from flags; the model is the one of the flags, the environment, or the default model."""
     arguments = engine_arguments(namespace)
@@ -32,6 +37,7 @@ def load_llm(namespace: argparse.Namespace, **defaults: Any) -> LLM:
     """The ``LLM`` that the flags describe.
 
     Args:
-        defaults: engine arguments that apply where the flags say nothing.
+        defaults: engine arguments that apply where the flags say nothing; a ``model`` among them is used as it is.
     """
-    return LLM(ops=namespace.ops, progress=False, **{**defaults, **model_arguments(namespace)})
+    arguments = engine_arguments(namespace) if "model" in defaults else model_arguments(namespace)
+    return LLM(ops=namespace.ops, progress=False, **{**defaults, **arguments})

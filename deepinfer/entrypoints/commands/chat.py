@@ -15,7 +15,7 @@ from deepinfer.entrypoints.engine_args import add_model_arguments, load_llm
 from deepinfer.entrypoints.llm import LLM
 from deepinfer.entrypoints.sampling_flags import add_sampling_flags, sampling_params
 from deepinfer.entrypoints.terminal import write
-from deepinfer.errors import RequestError
+from deepinfer.errors import EngineError, RequestError
 from deepinfer.sampling.params import SamplingParams
 
 _HELP = """\
@@ -132,7 +132,7 @@ def _talk(chat: Chat) -> None:
 def _answer(chat: Chat, line: str) -> None:
     try:
         summary = chat.ask(line, write)
-    except RequestError as error:
+    except EngineError as error:  # also a tokenizer without the tokens of this conversation
         print(f"error: {error}", file=sys.stderr)
         return
     print(flush=True)
