@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.sampling.batch import Kind, RowGroup, Rows, SamplingBatch
+from deepinfer.sampling.distribution import distribution_scores
 from deepinfer.sampling.logprobs import LOGPROB_FLOOR, logprobs_of, scaled_scores
 from deepinfer.sampling.processors import process
 from deepinfer.sampling.random import gumbel_noise, gumbel_noise_at
@@ -108,6 +109,22 @@ class Sampler:
             report.top_logprobs,
             batch.constants.top_counts,
         )
+
+    def distributions(self, logits: Tensor, batch: SamplingBatch) -> Iterator[tuple[RowGroup, Tensor]]:
+        """What :meth:`sample` draws from, a group of rows at a time; teacher forcing is left to the caller.
+
+        Args:
+            logits: float32 ``[rows, vocab]``, not changed.
+            batch: built for the same rows.
+        Yields:
+            the group and float32 scores ``[rows of the group, vocab]``: log-probabilities up to a constant of the row,
+            the largest 0, and -inf for tokens that cannot be sampled. NaN in rows that :meth:`sample` calls bad.
+        """
+        logits = logits.contiguous()
+        processed = process(logits, batch, self._banned_ids)
+        row_max = processed.amax(-1)
+        for group in batch.constants.groups:
+            yield group, distribution_scores(group, processed[group.rows], row_max[group.rows])
 
 
 class _Report:
