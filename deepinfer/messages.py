@@ -31,6 +31,13 @@ class Chunk:
     """The last ``num_sampled`` rows give a distribution to sample from: 0 for a prompt chunk that is not the last."""
     is_prefill: bool
     """The rows are prompt (or recomputed) tokens rather than newly generated ones."""
+    window_floor: int = 0
+    """Rows see no window key before this position: the first replayed row after a prefix hit (spec 6.2)."""
+    entry_floor: int = 0
+    """Rows before this position write no main entries and no index keys, because a prefix hit brought them. They do
+    refill windows, compressor state and draft rings."""
+    decoder_floor: int = 0
+    """Rows before this position are left out of the decoder layers, and no window there reaches past it (spec 6.1)."""
 
     @property
     def num_rows(self) -> int:

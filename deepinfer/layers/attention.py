@@ -42,7 +42,7 @@ class Attention:
         self.indexer = Indexer(config, plan, weights, ops, numerics) if plan.owns_indexer else None
 
     def forward(self, x: Tensor, state: StepState, caches: Sequence[LayerCaches]) -> Tensor:
-        """``x`` ``[rows, hidden]`` (normed) to the attention output ``[rows, hidden]``.
+        """``x`` ``[rows, hidden]`` (normed) to the attention output ``[rows, hidden]``; entries are published before.
 
         Args:
             caches: of all layers, by layer number: streams are read from their source layers.
@@ -57,8 +57,6 @@ class Attention:
         query = self.ops.rotate(query, *angles)
         key = self.ops.rotate(self.ops.rms_norm(key, self.key_norm, self.eps), *angles)
         keys = own.window.format.encode(key)
-        if self.compressor is not None:
-            self.compressor.publish(x, state, own)
         selection = self._selection(x, query_latent, state, caches)
         context = self.ops.sparse_attention(query, keys, own.window, state.window, self.sink, selection)
         # Stored only now: the slots may still hold keys that this step's first rows had to see.
@@ -74,6 +72,11 @@ class Attention:
             state.record(f"{name}.context", context)
             state.record(f"{name}.output", output)
         return output
+
+    def publish(self, x: Tensor, state: StepState, caches: Sequence[LayerCaches]) -> None:
+        """Write the entries and index keys that the rows ``x`` ``[rows, hidden]`` complete, at a KV source."""
+        if self.compressor is not None:
+            self.compressor.publish(x, state, caches[self.plan.layer_id])
 
     def _selection(
         self, x: Tensor, query_latent: Tensor, state: StepState, caches: Sequence[LayerCaches]

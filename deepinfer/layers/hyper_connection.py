@@ -29,9 +29,35 @@ class HyperConnection:
 
     def forward(self, trunk: Tensor, read_mix: Tensor, sublayer: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """``trunk`` ``[rows, M, hidden]`` and the previous sublayer's ``read_mix`` ``[rows, M]`` to the next pair."""
-        next_mix, write_mix, stream_mix = self.ops.hc_mixes(
-            trunk, self.fn, self.scale, self.base, self.eps, self.hc_eps, self.iterations
-        )
+        next_mix, write_mix, stream_mix = self._mixes(trunk)
         used = read_mix if self.shifted else next_mix
         x = self.ops.rms_norm(self.ops.hc_read(trunk, used), self.norm, self.eps)
         return self.ops.hc_write(trunk, sublayer(x), write_mix, stream_mix), next_mix
+
+    def forward_cut(
+        self,
+        trunk: Tensor,
+        read_mix: Tensor,
+        rows: Tensor,
+        publish: Callable[[Tensor], None],
+        sublayer: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`forward`, for a sublayer behind which only some rows go on (spec 6.1).
+
+        Args:
+            rows: ``[kept]`` int64, at least one. The mixes and the pending write are made for these rows only.
+            publish: gets the sublayer's input of every row.
+            sublayer: gets the input of the kept rows.
+        Returns:
+            trunk ``[kept, M, hidden]`` and read mix ``[kept, M]``.
+        """
+        publish(self.input_of(trunk, read_mix))
+        return self.forward(trunk[rows], read_mix[rows], sublayer)
+
+    def input_of(self, trunk: Tensor, read_mix: Tensor) -> Tensor:
+        """What the sublayer reads, ``[rows, hidden]``, without running it."""
+        used = read_mix if self.shifted else self._mixes(trunk)[0]
+        return self.ops.rms_norm(self.ops.hc_read(trunk, used), self.norm, self.eps)
+
+    def _mixes(self, trunk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ops.hc_mixes(trunk, self.fn, self.scale, self.base, self.eps, self.hc_eps, self.iterations)

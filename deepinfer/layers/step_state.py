@@ -38,8 +38,29 @@ class StepState:
     """Mean of the streams ``[rows, hidden]`` at the entrance of each target layer, collected when there is a draft."""
     trace: dict[str, Tensor] | None = None
     """Collects intermediates by name when a test asks for them."""
+    decoder: DecoderCut | None = None
+    """Set when the decoder layers see other windows or fewer rows than the encoder layers (spec 6.1)."""
+
+    @property
+    def tail(self) -> StepState:
+        """The state of the rows that the last layers run on: results, features and samples are numbered like it."""
+        return self if self.decoder is None else self.decoder.state
 
     def record(self, name: str, value: Tensor | None) -> None:
         """Keep ``value`` under ``name`` if this step is traced."""
         if self.trace is not None and value is not None:
             self.trace[name] = value.clone()
+
+
+@dataclass(slots=True)
+class DecoderCut:
+    """What changes inside the first decoder layer, once its entries and index keys are written for every row."""
+
+    layer_id: int
+    """The first decoder layer."""
+    rows: Tensor
+    """``[kept]`` int64: which rows go on, ascending."""
+    num_rows: int
+    """How many, known on the host; 0 ends the forward there."""
+    state: StepState
+    """Views of the kept rows only, with window floors; its streams complete no entries."""

@@ -64,10 +64,18 @@ class DeepseekV41:
         """Run all layers over the rows of a step.
 
         Returns:
-            trunk ``[rows, M, hidden]`` and read mix ``[rows, M]`` after the last layer; see :meth:`logits`.
+            trunk ``[rows, M, hidden]`` and read mix ``[rows, M]`` after the last layer, of the rows of ``state.tail``;
+            see :meth:`logits`.
         """
         trunk, read_mix = self.embed(state.ids)
         for layer in self.layers:
+            cut = state.decoder
+            if cut is not None and cut.layer_id == layer.plan.layer_id:
+                trunk, read_mix = layer.forward_cut(trunk, read_mix, state, caches.layers)
+                cut.state.features, state = state.features, cut.state
+                if cut.num_rows == 0:
+                    break
+                continue
             if layer.plan.is_feature_target and state.features is not None:
                 state.features.append(trunk.double().mean(1).to(trunk.dtype))
             trunk, read_mix = layer.forward(trunk, read_mix, state, caches.layers)

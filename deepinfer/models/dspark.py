@@ -74,8 +74,11 @@ class DSpark:
 
         Rows that verification rejects later are written too: their positions are written again before they are read.
         """
-        assert state.features is not None
+        state = state.tail
         rows = state.window.store_rows
+        if rows.shape[0] == 0:
+            return  # no row of the step went as far as the target layers
+        assert state.features is not None
         features = torch.cat([feature[rows] for feature in state.features], dim=-1)
         context = self.ops.linear(features, self.feature_projection, self.quantize)
         context = self.ops.rms_norm(context, self.feature_norm, self.config.rms_norm_eps)

@@ -14,6 +14,7 @@ from deepinfer.messages import StepPlan
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.observe.step_timer import StepTimer
 from deepinfer.ops.rope import rope_angles, rope_frequencies
+from deepinfer.worker.decoder_cut import cut_for_decoder
 from deepinfer.worker.step_batch import StepBatch, StepBatchBuilder
 
 
@@ -46,16 +47,24 @@ class ModelRunner:
     Args:
         config: the model's text configuration.
         geometry: cache sizes.
+        is_compact: leave rows before a chunk's ``decoder_floor`` out of the decoder layers, rather than masking them.
     """
 
-    def __init__(self, config: TextConfig, model: DeepseekV41, geometry: CacheGeometry, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: TextConfig,
+        model: DeepseekV41,
+        geometry: CacheGeometry,
+        device: torch.device,
+        is_compact: bool = True,
+    ) -> None:
         self.config = config
         self.model = model
         self.device = device
         self.caches = ModelCaches(config, model.numerics, geometry, device)
         self.timer = StepTimer()
         ratios = {plan.ratio for plan in config.layers}
-        self._builder = StepBatchBuilder(geometry, ratios, config.engram_max_ngram_size, device)
+        self._builder = StepBatchBuilder(geometry, ratios, config.engram_max_ngram_size, device, is_compact)
         width = config.qk_rope_head_dim
         self._plain_frequencies = rope_frequencies(config.rope_theta, width, None).to(device)
         self._compressed_frequencies = rope_frequencies(config.compress_rope_theta, width, config.rope_scaling).to(
@@ -77,7 +86,7 @@ class ModelRunner:
         return StepResult(self.model, trunk, read_mix, batch.sample_rows)
 
     def _state(self, batch: StepBatch, trace: dict[str, Tensor] | None) -> StepState:
-        return StepState(
+        state = StepState(
             ids=batch.ids,
             ngram_ids=batch.ngram_ids,
             window=batch.window,
@@ -90,3 +99,6 @@ class ModelRunner:
             },
             trace=trace,
         )
+        if batch.decoder is not None:
+            state.decoder = cut_for_decoder(state, batch.decoder, self.config.first_decoder_layer)
+        return state

@@ -5,6 +5,7 @@ Everything is computed with NumPy on the host and moved once; the layers then on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +13,21 @@ import torch
 from torch import Tensor
 
 from deepinfer.layers.caches import BLOCK_TOKENS, CacheGeometry
-from deepinfer.messages import StepPlan
+from deepinfer.messages import Chunk, StepPlan
 from deepinfer.ops.step_views import ChunkSpan, PairView, RingView, StreamView
+from deepinfer.worker.decoder_rows import kept_rows, narrows_decoder
+from deepinfer.worker.ragged_rows import Ints, RaggedRows
 
-Ints = np.ndarray
+
+@dataclass(frozen=True, slots=True)
+class DecoderBatch:
+    """The step as the decoder layers see it, where that differs (spec 6.1). Device tensors, int64."""
+
+    rows: Tensor
+    """``[kept]`` rows of the step, ascending."""
+    num_rows: int
+    window: RingView
+    streams: dict[int, StreamView]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,51 +41,78 @@ class StepBatch:
     ngram_ids: Tensor
     """``[rows, n]`` newest first, -1 before the start of a sequence."""
     sample_rows: Tensor
-    """``[samples]`` rows whose distribution is wanted, in batch order."""
+    """``[samples]`` rows whose distribution is wanted, in batch order; numbered among the decoder's rows."""
     window: RingView
     streams: dict[int, StreamView]
+    decoder: DecoderBatch | None = None
+    """None when the decoder layers see all rows and the same windows."""
 
 
 class StepBatchBuilder:
-    """Builds batches for one model: knows window, ring lengths, ratios in use and n-gram size."""
+    """Builds batches for one model: knows window, ring lengths, ratios in use and n-gram size.
 
-    def __init__(self, geometry: CacheGeometry, ratios: set[int], max_ngram: int, device: torch.device) -> None:
+    Args:
+        is_compact: whether rows before a chunk's ``decoder_floor`` are left out of the decoder layers; otherwise they
+            run with narrowed windows.
+    """
+
+    def __init__(
+        self, geometry: CacheGeometry, ratios: set[int], max_ngram: int, device: torch.device, is_compact: bool = True
+    ) -> None:
         self.geometry = geometry
         self.ratios = sorted(ratios - {0})
         self.max_ngram = max_ngram
         self.device = device
+        self.is_compact = is_compact
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Lay out the rows of ``plan``. Every token id must be known (no placeholders)."""
         chunks = plan.chunks
-        rows = _Rows(
-            starts=np.array([chunk.start for chunk in chunks]),
-            counts=np.array([chunk.num_rows for chunk in chunks]),
-            slots=np.array([chunk.state_slot for chunk in chunks]),
-        )
+        rows = RaggedRows.of_chunks(chunks)
         ids = np.fromiter((token for chunk in chunks for token in chunk.token_ids), np.int64, rows.total)
         assert ids.min() >= 0, "placeholders are resolved before a batch is built"
-        sampled = [np.arange(end - chunk.num_sampled, end) for chunk, end in zip(chunks, rows.ends, strict=True)]
+        sample_rows = np.concatenate(
+            [np.arange(end - chunk.num_sampled, end) for chunk, end in zip(chunks, rows.ends, strict=True)]
+        )
         tables = np.zeros((len(chunks), max(len(chunk.block_table) for chunk in chunks)), np.int64)
         for index, chunk in enumerate(chunks):
             tables[index, : len(chunk.block_table)] = chunk.block_table
+        decoder = None
+        if narrows_decoder(chunks, self.geometry.window):
+            decoder, sample_rows = self._decoder(chunks, tables)
         return StepBatch(
             ids=self._move(ids),
             positions=self._move(rows.positions),
-            ngram_ids=self._move(self._ngram_ids(plan, rows, ids)),
-            sample_rows=self._move(np.concatenate(sampled)),
+            ngram_ids=self._move(self._ngram_ids(chunks, rows, ids)),
+            sample_rows=self._move(sample_rows),
             window=self._window(rows),
             streams=self._streams(rows, tables),
+            decoder=decoder,
         )
 
     def _move(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device, non_blocking=True)
 
-    def _ngram_ids(self, plan: StepPlan, rows: _Rows, ids: Ints) -> Ints:
+    def _decoder(self, chunks: Sequence[Chunk], tables: Ints) -> tuple[DecoderBatch, Ints]:
+        """Views of the rows that the decoder layers run on, and the rows to sample from, numbered among them."""
+        kept = kept_rows(chunks, self.is_compact)
+        if kept.ragged is None:
+            none = self._move(kept.rows)
+            empty = RingView(index=none.view(0, 0), previous=none, store_rows=none, store_slots=none)
+            return DecoderBatch(none, 0, empty, {}), kept.sample_rows
+        batch = DecoderBatch(
+            rows=self._move(kept.rows),
+            num_rows=kept.ragged.total,
+            window=self._window(kept.ragged),
+            streams=self._streams(kept.ragged, tables[kept.chunks]),
+        )
+        return batch, kept.sample_rows
+
+    def _ngram_ids(self, chunks: Sequence[Chunk], rows: RaggedRows, ids: Ints) -> Ints:
         """Each row's id and the ``n - 1`` true ids before it, whatever the chunking (spec 4.10 d)."""
         older = self.max_ngram - 1
-        history = np.full((len(plan.chunks), older), -1)
-        for index, chunk in enumerate(plan.chunks):
+        history = np.full((len(chunks), older), -1)
+        for index, chunk in enumerate(chunks):
             known = chunk.history[len(chunk.history) - min(older, len(chunk.history)) :]
             history[index, older - len(known) :] = known
         columns = [ids]
@@ -84,10 +123,10 @@ class StepBatchBuilder:
             columns.append(np.where(inside, ids[np.maximum(row - back, 0)], before))
         return np.stack(columns, axis=1)
 
-    def _window(self, rows: _Rows) -> RingView:
+    def _window(self, rows: RaggedRows) -> RingView:
         geometry = self.geometry
         width = min(geometry.window, int(rows.positions.max()) + 1)
-        num_previous = np.minimum(rows.starts, geometry.window - 1)
+        num_previous = np.clip(rows.starts - rows.floors, 0, geometry.window - 1)
         previous, previous_begin = rows.earlier_slots(num_previous, geometry.ring_length)
         # index of position t of a sequence: its row if t is in this step, else its place among the earlier keys
         positions = rows.positions[:, None] + np.arange(1 - width, 1)
@@ -95,7 +134,7 @@ class StepBatchBuilder:
         in_step = rows.begins[rows.sequence][:, None] + positions - start
         earlier = rows.total + (previous_begin + num_previous - rows.starts)[rows.sequence][:, None] + positions
         index = np.where(positions >= start, in_step, earlier)
-        index[positions < 0] = -1
+        index[positions < np.maximum(rows.floors, 0)[rows.sequence][:, None]] = -1
         store_rows, store_slots = rows.ring_stores(geometry.ring_length)
         return RingView(
             index=self._move(index),
@@ -104,16 +143,17 @@ class StepBatchBuilder:
             store_slots=self._move(store_slots),
         )
 
-    def _streams(self, rows: _Rows, tables: Ints) -> dict[int, StreamView]:
+    def _streams(self, rows: RaggedRows, tables: Ints) -> dict[int, StreamView]:
         sequence, block_tables = self._move(rows.sequence), self._move(tables)
         spans = tuple(
             ChunkSpan(int(begin), int(end), int(start + end - begin - 1))
             for begin, end, start in zip(rows.begins, rows.ends, rows.starts, strict=True)
         )
+        may_emit = rows.positions >= rows.entry_floors[rows.sequence]
         views = {}
         for ratio in self.ratios:
             visible = (rows.positions + 1) // ratio
-            emit_rows = np.flatnonzero((rows.positions + 1) % ratio == 0)
+            emit_rows = np.flatnonzero(((rows.positions + 1) % ratio == 0) & may_emit)
             entries = rows.positions[emit_rows] // ratio
             per_block = BLOCK_TOKENS // ratio
             slots = tables[rows.sequence[emit_rows], entries // per_block] * per_block + entries % per_block
@@ -132,7 +172,7 @@ class StepBatchBuilder:
             )
         return views
 
-    def _pairs(self, rows: _Rows, emit_rows: Ints) -> PairView:
+    def _pairs(self, rows: RaggedRows, emit_rows: Ints) -> PairView:
         ring = self.geometry.pair_ring_length
         needs_previous = (rows.starts % 2).astype(np.int64)  # a chunk that starts odd finishes an earlier pair
         previous, previous_begin = rows.earlier_slots(needs_previous, ring)
@@ -145,30 +185,3 @@ class StepBatchBuilder:
             store_rows=self._move(store_rows),
             store_slots=self._move(store_slots),
         )
-
-
-class _Rows:
-    """Row arithmetic of a ragged batch: ``[sequences]`` arrays in, ``[rows]`` arrays out."""
-
-    def __init__(self, starts: Ints, counts: Ints, slots: Ints) -> None:
-        self.starts, self.counts, self.slots = starts, counts, slots
-        self.ends = np.cumsum(counts)
-        self.begins = self.ends - counts
-        self.total = int(self.ends[-1])
-        self.sequence = np.repeat(np.arange(len(starts)), counts)
-        self.offset = np.arange(self.total) - self.begins[self.sequence]
-        self.positions = starts[self.sequence] + self.offset
-
-    def earlier_slots(self, num_previous: Ints, ring: int) -> tuple[Ints, Ints]:
-        """Flat ring slots of the ``num_previous`` positions before each chunk, and where each sequence's run begins."""
-        ends = np.cumsum(num_previous)
-        begins = ends - num_previous
-        sequence = np.repeat(np.arange(len(num_previous)), num_previous)
-        before = np.arange(int(ends[-1])) - begins[sequence]
-        positions = (self.starts - num_previous)[sequence] + before
-        return self.slots[sequence] * ring + positions % ring, begins
-
-    def ring_stores(self, ring: int) -> tuple[Ints, Ints]:
-        """The last ``ring`` rows of each chunk and the flat ring slots they go to: every slot at most once."""
-        rows = np.flatnonzero(self.offset >= self.counts[self.sequence] - ring)
-        return rows, self.slots[self.sequence[rows]] * ring + self.positions[rows] % ring
