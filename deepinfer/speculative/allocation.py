@@ -1,9 +1,9 @@
 """Which drafts a fixed number of rows verifies: the most likely ones (engine spec 4.5).
 
 Drafts of all requests are ranked by survival, ties by (request, slot). Survival never rises along a request, so what is
-chosen of a request is a prefix of its drafts. Whether draft k is chosen depends on survivals of drafts up to k, and these
-on the values of drafts before k only: choosing never looks at the value of what is chosen, which keeps rejection sampling
-exact. The host's and the device's version give the same rows for the same survivals.
+chosen of a request is a prefix of its drafts. Whether draft k is chosen depends on survivals of drafts up to k, and
+these on the values of drafts before k only: choosing never looks at the value of what is chosen, which keeps rejection
+sampling exact. The host's and the device's version give the same rows for the same survivals.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How many rows a verification step should have: most expected tokens per millisecond (engine spec 4.4).
 
 Torch-free. The *survival* of draft k of a request is the probability that it and all drafts before it stand: the
-product of their confidences, so it never rises along a request. A step of B rows verifies the B - R most likely drafts of
-its R requests and emits R + (sum of their survivals) tokens on average.
+product of their confidences, so it never rises along a request. A step of B rows verifies the B - R most likely drafts
+of its R requests and emits R + (sum of their survivals) tokens on average.
 """
 
 from __future__ import annotations
