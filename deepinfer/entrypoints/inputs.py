@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ def as_list(prompts: Prompt | Sequence[Prompt] | None, prompt_token_ids: Any) ->
             )
         return list(prompts)  # type: ignore[arg-type]
     given = list(prompt_token_ids)
-    if given and hasattr(given[0], "__index__"):
+    if given and _integer(given[0]) is not None:
         given = [given]
     if prompts is not None and len(prompts) != len(given):
         raise RequestError(
@@ -89,8 +90,8 @@ def prepare_prompt(prompt: Prompt, index: int, tokenizer: Tokenizer | None, voca
 
 def _bad_id(ids: Sequence[Any], field: str, vocab_size: int) -> RequestError | None:
     for place, token in enumerate(ids):
-        is_integer = hasattr(token, "__index__") and not isinstance(token, bool)
-        if not is_integer or not 0 <= token.__index__() < vocab_size:
+        value = _integer(token)
+        if value is None or not 0 <= value < vocab_size:
             return RequestError(
                 f"{field}[{place}]",
                 token,
@@ -98,6 +99,14 @@ def _bad_id(ids: Sequence[Any], field: str, vocab_size: int) -> RequestError | N
                 fix=f"token ids are integers from 0 to {vocab_size - 1}",
             )
     return None
+
+
+def _integer(value: Any) -> int | None:
+    """``value`` as an int if it is one, of Python or NumPy; bools and arrays (which have ``__index__`` too) are not."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 ParamsArgument = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
