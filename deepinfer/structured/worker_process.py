@@ -1,0 +1,107 @@
+"""The process that compiles grammars. It may hang, grow or crash: it is limited, and killed from outside.
+
+Started as a plain program rather than through ``multiprocessing``, which would run the caller's main module again and
+cannot do that for a program read from standard input. It never loads torch, so it starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer.structured import native
+from deepinfer.structured.failures import INVALID_SCHEMA, SCHEMA_TOO_LARGE
+from deepinfer.structured.frames import read_frame, write_frame
+from deepinfer.structured.grammar_text import GrammarKey, grammar_text
+from deepinfer.structured.problems import SchemaError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """The first message to a worker."""
+
+    token_bytes: tuple[bytes, ...]
+    eos_id: int
+    num_threads: int
+    cpu_seconds: int
+    """Processor time of one compile; the kernel ends the process that exceeds it."""
+    memory_bytes: int
+    """Address space of the process."""
+    max_grammar_bytes: int
+    """Longest text of a grammar that is given to the library."""
+    max_compiled_bytes: int
+    """Largest compiled grammar, serialised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A serialised compiled grammar."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why there is none."""
+
+    kind: str
+    message: str
+
+
+def compile_one(key: GrammarKey, info: Any, settings: WorkerSettings) -> Compiled | Refused:
+    """Compile a grammar, or say in a sentence why that isn't possible."""
+    try:
+        text, root = grammar_text(key)
+        if len(text) > settings.max_grammar_bytes:
+            return Refused(SCHEMA_TOO_LARGE, f"the grammar has {len(text)} bytes, above {settings.max_grammar_bytes}")
+        compiled = str(native.compile_ebnf(info, text, root, settings.num_threads).serialize_json())
+    except SchemaError as error:
+        return Refused(INVALID_SCHEMA, str(error))
+    except RecursionError:
+        return Refused(SCHEMA_TOO_LARGE, f"the {key.kind} is nested too deeply to be compiled")
+    except MemoryError:
+        return Refused(SCHEMA_TOO_LARGE, f"compiling the {key.kind} takes more than {settings.memory_bytes} bytes")
+    except RuntimeError as error:  # what the library raises for a text that it can't read
+        if "bad_alloc" in str(error) or "bad alloc" in str(error):
+            return Refused(SCHEMA_TOO_LARGE, f"compiling the {key.kind} takes more than {settings.memory_bytes} bytes")
+        return Refused(INVALID_SCHEMA, f"the {key.kind} can't be compiled: {_library_message(error)}")
+    if len(compiled) > settings.max_compiled_bytes:
+        why = f"the compiled {key.kind} takes {len(compiled)} bytes, above {settings.max_compiled_bytes}"
+        return Refused(SCHEMA_TOO_LARGE, why)
+    return Compiled(compiled)
+
+
+def _library_message(error: RuntimeError) -> str:
+    """The library's first line, without time and source file."""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return first.split("grammar_parser.cc", 1)[-1].split(": ", 1)[-1]
+
+
+def _limit_processor_time(seconds: int) -> None:
+    """Let the process use this much more processor time than it has used."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds + 1, hard))
+
+
+def main() -> None:
+    """Serve compile requests from standard input until it closes."""
+    # Nothing else may write to the pipe: what a library prints goes to standard error.
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    requests = sys.stdin.buffer
+    settings: WorkerSettings = read_frame(requests)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    info = native.tokenizer_info(settings.token_bytes, settings.eos_id)
+    resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes, settings.memory_bytes))
+    write_frame(replies, "ready")
+    while True:
+        try:
+            key = read_frame(requests)
+        except EOFError:
+            return
+        _limit_processor_time(settings.cpu_seconds)
+        write_frame(replies, compile_one(key, info, settings))
