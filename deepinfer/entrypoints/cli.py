@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
 
-from deepinfer import __version__
 from deepinfer.errors import EngineError
 
 COMMANDS: dict[str, str] = {
@@ -78,7 +78,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         description="Inference engine for DeepSeek-V4.1-Flash.",
         epilog="deepinfer COMMAND --help lists what a command takes; docs/cli.md has examples.",
     )
-    parser.add_argument("--version", action="version", version=f"deepinfer {__version__}")
+    parser.add_argument("--version", action="version", version=f"deepinfer {importlib.metadata.version('deepinfer')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
