@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.sampling.batch import SamplingBatch
+from deepinfer.sampling.batch import SamplingBatch, SamplingBatchBuilder
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.sampler import Sampler
 from deepinfer.sampling.state import SamplingState
@@ -122,6 +122,7 @@ class Crowd:
         sampler = Sampler(world.vocab_size)
         self.world = world
         self.num_slots = num_slots
+        self.builder = SamplingBatchBuilder(world.vocab_size)
         self.verifier, self.drafter = pair_of(kind, sampler)
         self.states = [
             SamplingState(params, PROMPT, vocab_size=world.vocab_size, seed=seed) for seed in range(num_requests)
@@ -149,8 +150,15 @@ class Crowd:
         before = torch.cat([self.last_tokens()[:, None], drafts.token_ids], 1)[layout.request, layout.slot]
         owners = [self.states[request] for request in layout.request.tolist()]
         positions = [state.next_position + slot for state, slot in zip(owners, layout.slot.tolist(), strict=True)]
-        batch = SamplingBatch.build(owners, positions)
+        pending = self._pending(drafts, layout) if self.states[0].params.uses_penalties else None
+        batch = self.builder.build(owners, positions, pending)
         return self.verifier.verify(self.world.target[before.clamp(min=0)], batch, drafts, num_rows)
+
+    @staticmethod
+    def _pending(drafts: Drafts, layout: RowLayout) -> list[list[int]]:
+        """The drafts before each row: as far as it is concerned they have been generated."""
+        rows = zip(layout.request.tolist(), layout.slot.tolist(), strict=True)
+        return [drafts.token_ids[request, :slot].tolist() for request, slot in rows]
 
     def step(self, index: int, schedule: Schedule) -> Verified:
         drafts = self.draw_drafts()
