@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepinfer.config.prefill import PrefillConfig
 from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.errors import ConfigError
 
@@ -68,6 +69,10 @@ class CacheConfig:
     """Share of the free device memory that the caches may take, in (0, 1]."""
     block_tokens: int
     """Tokens of one block."""
+    prefix_cache: str = "off"
+    """``off``, ``bounded`` or ``exact``: whether prompts reuse cached prefixes, and how lost windows come back."""
+    num_checkpoints: int = 0
+    """Most states (windows of one sequence) that are kept in host memory for ``exact`` hits."""
 
     def __post_init__(self) -> None:
         _require(
@@ -90,6 +95,53 @@ class CacheConfig:
             self.block_tokens,
             f"caches, tables and their sizes are laid out for blocks of {BLOCK_TOKENS} tokens",
             f"leave it out, or give {BLOCK_TOKENS}",
+        )
+        _require(
+            self.prefix_cache in ("off", "bounded", "exact"),
+            "prefix_cache",
+            self.prefix_cache,
+            "there is no such policy",
+            "use off, bounded or exact",
+        )
+        _require(
+            self.num_checkpoints >= 0,
+            "prefix_checkpoints",
+            self.num_checkpoints,
+            "it counts states in host memory",
+            "give a number >= 0, or 'auto'",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Drafting and verification."""
+
+    num_tokens: int
+    """Most drafts per sequence and step; 0: no speculation."""
+    adaptive: bool
+    """Choose the number of verified drafts by confidence and cost."""
+    sampler: str
+    """``gumbel`` or ``rejection``."""
+    temperatures: tuple[float, ...]
+    """Of the draft's confidence: none, one for all slots, or one per slot."""
+
+    def __post_init__(self) -> None:
+        value = self.num_tokens
+        _require(0 <= value <= 64, "num_speculative_tokens", value, "it counts drafts", "give a number from 0 to 64")
+        count = len(self.temperatures)
+        _require(
+            count in (0, 1) or count >= value,
+            "confidence_temperatures",
+            self.temperatures,
+            f"it has {count} entries for {value} draft tokens",
+            "give one number, or one per draft token",
+        )
+        _require(
+            all(temperature > 0 for temperature in self.temperatures),
+            "confidence_temperatures",
+            self.temperatures,
+            "they divide logits",
+            "give positive numbers",
         )
 
 
@@ -138,6 +190,9 @@ class EngineConfig:
     """``faithful``: roundings where the model has them. ``float32``: none, for comparisons with float oracles."""
     seed: int
     scheduler: SchedulerConfig
+    prefill: PrefillConfig
+    speculation: SpeculationConfig
+    batch_invariant: bool
     cache: CacheConfig
     sampling: SamplingConfig
     observe: ObserveConfig

@@ -18,11 +18,13 @@ from deepinfer.config.engine import (
     ModelSource,
     ObserveConfig,
     SamplingConfig,
+    SpeculationConfig,
 )
 from deepinfer.config.env import Environment
 from deepinfer.config.layer_slice import model_config_of
 from deepinfer.config.model import ModelConfig
 from deepinfer.config.options import AUTO, FOREIGN, OPTIONS, Option
+from deepinfer.config.prefill import PrefillConfig, check_truncation
 from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.config.values import check_value, nearest
 from deepinfer.errors import ConfigError
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL_LEN = 4096
 DEFAULT_STEP_TOKENS = 2048
+MIN_BACKTRACKING = 6
+"""Tokens that the window rings have to spare, at least: draft length + 1 when that is more (spec 5.2)."""
 
 _OPTION_OF = {name: option for option in OPTIONS for name in (option.name, *option.aliases)}
 _FOREIGN_OF = {argument.name: argument for argument in FOREIGN}
@@ -79,13 +83,17 @@ def resolve(args: Mapping[str, Any], env: Environment) -> Resolved:
     model = _model_source(values, reasons)
     model_config = model_config_of(model)
     device = _device(values, reasons)
-    scheduler = _scheduler(values, model_config, reasons)
+    speculation = _speculation(values, model_config, reasons)
+    scheduler = _scheduler(values, model_config, speculation.num_tokens, reasons)
     config = EngineConfig(
         model=model,
         device=device,
         numerics=values["numerics"],
         seed=values["seed"],
         scheduler=scheduler,
+        speculation=speculation,
+        batch_invariant=values["batch_invariant"],
+        prefill=_prefill(values, model_config, speculation.num_tokens),
         cache=_cache(values, device, reasons),
         sampling=_sampling(values, model_config),
         observe=ObserveConfig(
@@ -192,7 +200,9 @@ def _device(values: Mapping[str, Any], reasons: list[Reason]) -> DeviceConfig:
     return DeviceConfig(platform=platform.name, num_threads=num_threads)
 
 
-def _scheduler(values: Mapping[str, Any], model: ModelConfig, reasons: list[Reason]) -> SchedulerConfig:
+def _scheduler(
+    values: Mapping[str, Any], model: ModelConfig, num_drafts: int, reasons: list[Reason]
+) -> SchedulerConfig:
     limit = model.text.max_position_embeddings
     max_model_len = values["max_model_len"]
     if max_model_len == AUTO:
@@ -217,6 +227,30 @@ def _scheduler(values: Mapping[str, Any], model: ModelConfig, reasons: list[Reas
         max_num_batched_tokens=tokens,
         max_model_len=max_model_len,
         chunked_prefill=chunked,
+        decoder_keep_tokens=values["prefill_keep_tokens"] if values["prefill_truncation"] != "off" else 0,
+        pipeline_depth=2 if values["async_scheduling"] else 1,
+        num_speculative_tokens=num_drafts,
+    )
+
+
+def _speculation(values: Mapping[str, Any], model: ModelConfig, reasons: list[Reason]) -> SpeculationConfig:
+    stages, block = model.text.num_nextn_predict_layers, model.text.dspark_block_size
+    number = values["num_speculative_tokens"]
+    if number == AUTO:
+        number = block if stages else 0
+        why = "the draft's block size" if stages else "the model has no draft"
+        reasons.append(Reason("speculation.num_tokens", number, why))
+    elif number > 0 and not stages:
+        raise ConfigError(
+            f"num_speculative_tokens is {number}", why="this model has no draft stages", fix="use 0, or leave it out"
+        )
+    elif number > block:
+        logger.warning("num_speculative_tokens = %d is more than the block of %d that was trained", number, block)
+    return SpeculationConfig(
+        num_tokens=number,
+        adaptive=values["adaptive_verification"],
+        sampler=values["sampler"],
+        temperatures=tuple(values["confidence_temperatures"]),
     )
 
 
@@ -232,7 +266,25 @@ def _cache(values: Mapping[str, Any], device: DeviceConfig, reasons: list[Reason
         num_blocks=None if num_blocks == AUTO else num_blocks,
         memory_fraction=fraction,
         block_tokens=BLOCK_TOKENS if values["block_tokens"] == -1 else values["block_tokens"],
+        prefix_cache=values["prefix_cache"],
+        num_checkpoints=_num_checkpoints(values, reasons),
     )
+
+
+def _num_checkpoints(values: Mapping[str, Any], reasons: list[Reason]) -> int:
+    number: int | str = values["prefix_checkpoints"]
+    if values["prefix_cache"] == "off":
+        return 0
+    if number == AUTO:
+        number = 4 * values["max_num_seqs"]
+        reasons.append(Reason("cache.num_checkpoints", number, "4 * max_num_seqs: a few turns of every conversation"))
+    return int(number)
+
+
+def _prefill(values: Mapping[str, Any], model: ModelConfig, num_drafts: int) -> PrefillConfig:
+    prefill = PrefillConfig(truncation=values["prefill_truncation"], keep_tokens=values["prefill_keep_tokens"])
+    check_truncation(prefill, model.text, max(MIN_BACKTRACKING, num_drafts + 1))
+    return prefill
 
 
 def _sampling(values: Mapping[str, Any], model: ModelConfig) -> SamplingConfig:

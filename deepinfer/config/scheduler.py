@@ -26,16 +26,22 @@ class SchedulerConfig:
     pipeline_depth: int = 1
     """Most plans that may be uncommitted at a time: 1 is synchronous, 2 plans a step while the one before it runs."""
 
+    num_speculative_tokens: int = 0
+    """Most drafts that a decoding sequence verifies in one step."""
+
     max_lookahead: int = 16
     """Most waiting sequences without room that are skipped per step to look for one that fits."""
 
     max_bypasses: int = 64
     """After so many later sequences started before it, nothing behind a waiting sequence starts any more."""
 
+    decoder_keep_tokens: int = 0
+    """Prompt tokens that the decoder layers run on; 0: all of them (spec 6.1)."""
+
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             self._require_int(name, at_least=1)
-        for name in ("max_lookahead", "max_bypasses"):
+        for name in ("num_speculative_tokens", "max_lookahead", "max_bypasses", "decoder_keep_tokens"):
             self._require_int(name, at_least=0)
         if self.pipeline_depth not in (1, 2):
             raise ConfigError(

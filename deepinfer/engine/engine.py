@@ -8,30 +8,28 @@ import random
 import time
 from collections.abc import Collection
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.model import ModelConfig
 from deepinfer.engine.output_builder import FINISH_ERROR, OutputBuilder, token_logprobs
-from deepinfer.engine.outputs import RequestOutput, StreamDelta
+from deepinfer.engine.outputs import RequestOutput, StreamDelta, TokenLogprobs
 from deepinfer.engine.prompt_scorer import score_prompts
 from deepinfer.engine.request import Branch, Request
 from deepinfer.engine.statistics import EngineStatistics
+from deepinfer.engine.verification_planner import VerificationPlanner
 from deepinfer.errors import RequestError
-from deepinfer.messages import Chunk, StepPlan
+from deepinfer.messages import StepPlan
 from deepinfer.observe.step_timer import StepTimer
-from deepinfer.sampling.batch import SamplingBatchBuilder
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.random import child_seed
-from deepinfer.sampling.sampler import Sampler, SamplerOutput
+from deepinfer.sampling.sampler import SamplerOutput
 from deepinfer.sampling.state import SamplingState
 from deepinfer.scheduler.admission import PromptTooLongError
 from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.scheduler.sequence import FINISH_ABORT, Sequence
 from deepinfer.tokenizer.tokenizer import Tokenizer
-from deepinfer.worker.model_runner import ModelRunner
+from deepinfer.worker.worker import Launched, SequenceTokens, StepTokens, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +38,14 @@ FINISH_PROMPT_TOO_LONG = "prompt_length_exceeded"
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step that was launched: its plan and, unless it failed, the sampled tokens of its sampled rows."""
+    """A step between launch and commit."""
 
     plan: StepPlan
-    chunks: tuple[Chunk, ...]
-    """The chunks that sample, in the order of the sampler's rows."""
-    sampled: SamplerOutput | None
+    """As the scheduler made it."""
+    launched: Launched | None = None
+    """The forward; None if the step failed."""
+    tokens: StepTokens | None = None
+    """What was sampled; None before sampling, or if the step failed."""
     error: str | None = None
 
 
@@ -54,8 +54,9 @@ class Engine:
 
     Args:
         tokenizer: None serves token ids only.
-        runner: the model with its caches.
+        worker: model, caches, sampler and draft.
         scheduler: decides which rows run.
+        planner: limits verification to what is worthwhile; None verifies every draft.
     """
 
     def __init__(
@@ -63,26 +64,27 @@ class Engine:
         config: EngineConfig,
         model_config: ModelConfig,
         tokenizer: Tokenizer | None,
-        runner: ModelRunner,
+        worker: Worker,
         scheduler: Scheduler,
+        planner: VerificationPlanner | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.runner = runner
+        self.worker = worker
+        self.runner = worker.runner
         self.scheduler = scheduler
-        self.timer: StepTimer = runner.timer
-        self.statistics = EngineStatistics(config.observe)
-        vocab = model_config.text.vocab_size
-        banned = [token for first, last in config.sampling.token_blacklist for token in range(first, last + 1)]
-        self._sampler = Sampler(vocab, banned_ids=banned, device=runner.device)
-        self._batches = SamplingBatchBuilder(vocab, device=runner.device)
+        self.planner = planner
+        self.timer: StepTimer = worker.runner.timer
+        self.statistics = EngineStatistics(config.observe, config.speculation.num_tokens)
+        self._previous: InFlight | None = None
         self._requests: dict[str, Request] = {}
         self._branches: dict[str, tuple[Request, Branch]] = {}
         self._scoring: dict[str, Request] = {}
         self._changed: dict[str, Request] = {}
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
+        self._serials = itertools.count()
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,8 @@ class Engine:
                 eos_id=self.model_config.eos_token_id,
                 seed=child_seed(seed, index),
             )
-            name = request.request_id if params.n == 1 else f"{request.request_id}#{index}"
+            # Never used twice: a result that arrives late must not find a newer request of the same name.
+            name = f"{request.request_id}#{index}.{next(self._serials)}"
             request.branches.append(Branch(name, builder, sampling))
 
     def abort(self, request_id: str) -> bool:
@@ -202,7 +205,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do or to report."""
-        return bool(self._requests) or self.scheduler.has_work()
+        return bool(self._requests) or self.scheduler.has_work() or self._previous is not None
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -212,15 +215,31 @@ class Engine:
         return self.take_changes()
 
     def run_step(self) -> None:
-        """Run one step; its results wait in :meth:`take_changes` or :meth:`take_deltas`."""
+        """Run one step; its results wait in :meth:`take_changes` or :meth:`take_deltas`.
+
+        With asynchronous scheduling a step is planned and launched before the step before it is committed, so results
+        come one step later; the order of the calls is otherwise the same.
+        """
         with self.timer.phase("schedule"):
             plan = self.scheduler.schedule()
+            verify_rows = self.planner.total_rows(plan) if self.planner is not None else None
+        previous, self._previous = self._previous, None
         try:
-            launched = self.launch(plan)
+            step = self.launch(plan, verify_rows) if plan.chunks else None
+            if previous is not None:
+                done, previous = previous, None
+                self.commit(done)
+            if step is not None:
+                step = self.sample(step)
         except BaseException:
+            if previous is not None:
+                self.commit(previous)
             self._abandon(plan)
             raise
-        self.commit(launched)
+        if step is not None and self.config.scheduler.pipeline_depth > 1:
+            self._previous = step
+        elif step is not None:
+            self.commit(step)
 
     def _abandon(self, plan: StepPlan) -> None:
         """Close a step that was interrupted in the model: nobody knows which of its records were written."""
@@ -230,27 +249,38 @@ class Engine:
                 self._end_branch(*found, FINISH_ABORT)
         self.scheduler.commit(plan, {})
 
-    def launch(self, plan: StepPlan) -> InFlight:
-        """Run the model and the sampler on a plan. A failure is kept for :meth:`commit`; it ends this step only."""
-        chunks = tuple(chunk for chunk in plan.chunks if chunk.num_sampled)
-        if not plan.chunks:
-            return InFlight(plan, (), None)
-        try:
-            result = self.runner.run(plan)
-            with self.timer.phase("sample"):
-                if self._scoring:
-                    score_prompts(plan, result, self._scoring, self.tokenizer)
-                sampled = self._sample(chunks, result.sample_logits()) if chunks else None
-        except Exception as error:
-            # Everything of this step fails, nothing else does: caches of other requests are in other blocks.
-            logger.exception("step %d failed", plan.step_id)
-            return InFlight(plan, chunks, None, f"step {plan.step_id} failed: {type(error).__name__}: {error}")
-        return InFlight(plan, chunks, sampled)
+    def launch(self, plan: StepPlan, verify_rows: int | None = None) -> InFlight:
+        """Start the forward of a plan. A failure is kept for :meth:`commit`; it ends the requests of this step only.
 
-    def _sample(self, chunks: tuple[Chunk, ...], logits: Tensor) -> SamplerOutput:
-        states = [self._branches[chunk.request_id][1].sampling for chunk in chunks]
-        batch = self._batches.build(states, [state.next_position for state in states])
-        return self._sampler.sample(logits, batch).cpu()
+        Args:
+            verify_rows: rows that decoding sequences share for verification; None: all that the plan has.
+        """
+        try:
+            return InFlight(plan, self.worker.launch(plan, verify_rows))
+        except Exception as error:
+            return self._failed(plan, error)
+
+    def sample(self, step: InFlight) -> InFlight:
+        """Choose the tokens of a launched step. The steps before it are committed, so every state is exact."""
+        if step.launched is None:
+            return step
+        chunks = [chunk for chunk in step.plan.chunks if chunk.num_sampled]
+        owners = [self._branches.get(chunk.request_id) for chunk in chunks]
+        states = [None if owner is None else owner[1].sampling for owner in owners]
+        if self.planner is not None:
+            self.planner.drafted(chunks, self._branches)
+        try:
+            if self._scoring:
+                with self.timer.phase("sample"):
+                    score_prompts(step.plan, step.launched.result, self._scoring, self.tokenizer)
+            return replace(step, tokens=self.worker.sample(step.launched, states))
+        except Exception as error:
+            return self._failed(step.plan, error)
+
+    def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
+        # Everything of this step fails, nothing else does: caches of other requests are in other blocks.
+        logger.exception("step %d failed", plan.step_id)
+        return InFlight(plan, error=f"step {plan.step_id} failed: {type(error).__name__}: {error}")
 
     def commit(self, step: InFlight) -> None:
         """Hand the tokens of a step to their requests and to the scheduler, and end what is finished."""
@@ -258,54 +288,66 @@ class Engine:
             if step.error is not None:
                 for chunk in step.plan.chunks:
                     self._fail_sequence(chunk.request_id, step.error)
-            tokens = self._good_tokens(step)
-            grown = self.scheduler.commit(step.plan, tokens)
-            row_of = {chunk.request_id: row for row, chunk in enumerate(step.chunks)}
+            found = self._good_tokens(step)
+            grown = self.scheduler.commit(step.plan, {name: each.token_ids for name, each in found.items()})
             for sequence in grown:
-                assert step.sampled is not None
-                row = row_of[sequence.request_id]
-                self._add_token(sequence, tokens[sequence.request_id][0], step.sampled, row)
+                assert step.tokens is not None
+                assert step.tokens.report is not None
+                self._add_tokens(sequence, found[sequence.request_id], step.tokens.report)
             for sequence in self.scheduler.take_ended():
                 request, branch = self._branches[sequence.request_id]
                 request.error = request.error or sequence.error
                 self._end_branch(request, branch, sequence.finish_reason or FINISH_ERROR)
+            if self.planner is not None and step.tokens is not None and step.launched is not None:
+                self.planner.committed(step.tokens.survivals, step.launched.plan.num_rows, self._branches)
             self.statistics.step(step.plan, self.scheduler)
 
-    def _good_tokens(self, step: InFlight) -> dict[str, tuple[int]]:
-        """Token per sequence; sequences whose row was bad are ended here."""
-        if step.sampled is None:
+    def _good_tokens(self, step: InFlight) -> dict[str, SequenceTokens]:
+        """Tokens per sequence; sequences with a bad row are ended here."""
+        if step.tokens is None:
             return {}
-        ids, bad = step.sampled.token_ids.tolist(), step.sampled.is_bad.tolist()
-        tokens: dict[str, tuple[int]] = {}
-        for chunk, token, is_bad in zip(step.chunks, ids, bad, strict=True):
-            if is_bad:
+        good = {}
+        for name, found in step.tokens.by_sequence.items():
+            if not found.is_bad:
+                good[name] = found
+            elif name in self._branches:
+                position = self._branches[name][1].sampling.next_position
                 self._fail_sequence(
-                    chunk.request_id,
-                    f"no token can be sampled at position {chunk.end}: the logits are not finite, or every token is "
-                    "masked. Check logit_bias and allowed_token_ids; if they are not set, the model's output is NaN.",
+                    name,
+                    f"no token can be sampled at position {position} or a few behind it: the logits are not finite, or "
+                    "every token is masked. Check logit_bias and allowed_token_ids; if they are not set, the model's "
+                    "output is NaN.",
                 )
-            else:
-                tokens[chunk.request_id] = (token,)
-        return tokens
+        return good
 
-    def _add_token(self, sequence: Sequence, token: int, sampled: SamplerOutput, row: int) -> None:
+    def _add_tokens(self, sequence: Sequence, found: SequenceTokens, report: SamplerOutput) -> None:
+        """Add a sequence's tokens up to the one that ends it; those behind are dropped."""
         request, branch = self._branches[sequence.request_id]
-        entry = None
-        if request.params.wants_logprobs:
-            assert sampled.logprobs is not None
-            assert sampled.ranks is not None
-            alternatives = sampled.alternatives(row)
-            entry = token_logprobs(
-                token, float(sampled.logprobs[row]), int(sampled.ranks[row]), alternatives, self.tokenizer
-            )
+        output = branch.builder.output
         if request.metrics.first_token_s is None:
             request.metrics.first_token_s = time.monotonic()
-        branch.sampling.append((token,))
-        branch.builder.output.num_preemptions = sequence.num_preemptions
-        if branch.builder.add(token, entry):
-            assert branch.builder.output.finish_reason is not None
-            self._end_branch(request, branch, branch.builder.output.finish_reason)
+        output.num_preemptions = sequence.num_preemptions
+        num_added = 0
+        for row, token in enumerate(found.token_ids, start=found.first_row):
+            entry = self._logprobs_of(request, report, row, token) if request.params.wants_logprobs else None
+            branch.sampling.append((token,))
+            num_added += 1
+            if branch.builder.add(token, entry):
+                break
+        num_accepted = min(num_added, found.num_accepted)
+        output.num_steps += 1
+        output.num_drafts_verified += found.num_drafts
+        output.num_drafts_accepted += num_accepted
+        self.statistics.verified(num_accepted, found)
+        if output.finish_reason is not None:
+            self._end_branch(request, branch, output.finish_reason)
         self._changed[request.request_id] = request
+
+    def _logprobs_of(self, request: Request, report: SamplerOutput, row: int, token: int) -> TokenLogprobs:
+        assert report.logprobs is not None
+        assert report.ranks is not None
+        alternatives = report.alternatives(row)
+        return token_logprobs(token, float(report.logprobs[row]), int(report.ranks[row]), alternatives, self.tokenizer)
 
     def _fail_sequence(self, sequence_id: str, error: str) -> None:
         found = self._branches.get(sequence_id)
@@ -320,6 +362,8 @@ class Engine:
         if self._branches.pop(branch.sequence_id, None) is not None:
             self.scheduler.finish(branch.sequence_id, reason)
             self._scoring.pop(branch.sequence_id, None)
+            if self.planner is not None:
+                self.planner.forget(branch.sequence_id)
         self._note_change(request)
 
     def _note_change(self, request: Request) -> None:

@@ -18,12 +18,15 @@ from deepinfer.config.layer_slice import model_config_of
 from deepinfer.config.model import ModelConfig
 from deepinfer.config.resolve import Reason
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.speculation_setup import build_worker, measure_step_cost
+from deepinfer.engine.verification_planner import VerificationPlanner
 from deepinfer.errors import CheckpointFileError
 from deepinfer.kvcache.block_pool import BlockPool
 from deepinfer.kvcache.sizing import MAX_BACKTRACKING, cache_sizes
 from deepinfer.kvcache.state_slots import StateSlots
 from deepinfer.layers.caches import CacheGeometry
 from deepinfer.models.deepseek_v41 import DeepseekV41
+from deepinfer.models.dspark import DSpark
 from deepinfer.ops.numerics import Numerics
 from deepinfer.ops.registry import Ops, parse_pins, select_ops
 from deepinfer.platforms.selection import select_platform
@@ -31,6 +34,7 @@ from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.tokenizer.compressed_vocab import CompressedVocab, load_compressed_vocab
 from deepinfer.tokenizer.tokenizer import Tokenizer
 from deepinfer.worker.model_runner import ModelRunner
+from deepinfer.worker.slot_state import SlotState
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +80,11 @@ def load_tokenizer(config: EngineConfig, model_config: ModelConfig) -> Tokenizer
 
 
 def open_weights(config: EngineConfig, model_config: ModelConfig) -> TensorSource:
-    """The tensors of the text model: from the checkpoint, or synthetic ones."""
+    """The tensors of the text model and, for speculation, of the draft: from the checkpoint, or synthetic ones."""
+    parts = ("text", "draft") if config.speculation.num_tokens else ("text",)
     if config.model.load_format == "dummy":
-        return DummyCheckpoint(model_config, config.seed, parts=("text",))
-    # The draft is not run yet, so its tensors need not be there.
-    return open_checkpoint(config.model.path, parts=("text",), config=model_config)
+        return DummyCheckpoint(model_config, config.seed, parts=parts)
+    return open_checkpoint(config.model.path, parts=parts, config=model_config)
 
 
 def num_state_slots(max_num_seqs: int) -> int:
@@ -113,9 +117,11 @@ def build_engine(
         vocab = CompressedVocab.identity(model_config.text.vocab_size)
     else:
         vocab = load_compressed_vocab(tokenizer, model_config.text)
-    model = _load_model(config, model_config, vocab, ops, device, progress)
+    num_drafts = config.speculation.num_tokens
+    model, draft = _load_model(config, model_config, vocab, ops, device, progress)
     num_slots = num_state_slots(config.scheduler.max_num_seqs)
-    sizes = cache_sizes(model_config, config.numerics)
+    backtracking = max(MAX_BACKTRACKING, num_drafts + 1)
+    sizes = cache_sizes(model_config, config.numerics, backtracking)
     config, reason = size_cache(
         config,
         bytes_per_block=sizes.block_bytes,
@@ -123,15 +129,16 @@ def build_engine(
         available_bytes=platform.available_memory_bytes(),
     )
     assert config.cache.num_blocks is not None
-    geometry = CacheGeometry.of(model_config.text, config.cache.num_blocks, num_slots, MAX_BACKTRACKING)
-    runner = ModelRunner(model_config.text, model, geometry, device)
-    scheduler = Scheduler(
-        config.scheduler,
-        BlockPool(config.cache.num_blocks),
-        StateSlots(num_slots),
-        model_config.text.engram_max_ngram_size - 1,
-    )
-    engine = Engine(config, model_config, tokenizer, runner, scheduler)
+    geometry = CacheGeometry.of(model_config.text, config.cache.num_blocks, num_slots, backtracking)
+    runner = ModelRunner(model_config.text, model, geometry, device, draft=draft)
+    history_len = model_config.text.engram_max_ngram_size - 1
+    scheduler = Scheduler(config.scheduler, BlockPool(config.cache.num_blocks), StateSlots(num_slots), history_len)
+    worker = build_worker(config, runner, SlotState(num_slots, num_drafts, history_len))
+    planner = None
+    if num_drafts and config.speculation.adaptive:
+        planner = VerificationPlanner(measure_step_cost(config, runner), runner.timer)
+        runner.timer.reset()
+    engine = Engine(config, model_config, tokenizer, worker, scheduler, planner)
     return engine, () if reason is None else (reason,)
 
 
@@ -142,7 +149,7 @@ def _load_model(
     ops: Ops,
     device: torch.device,
     progress: bool,
-) -> DeepseekV41:
+) -> tuple[DeepseekV41, DSpark | None]:
     source = _ProgressSource(open_weights(config, model_config), progress)
     model = DeepseekV41(
         model_config.text,
@@ -153,5 +160,6 @@ def _load_model(
         vocab.size,
         device,
     )
+    draft = DSpark(model, source) if config.speculation.num_tokens else None
     source.close()
-    return model
+    return model, draft

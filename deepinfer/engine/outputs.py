@@ -36,6 +36,11 @@ class CompletionOutput:
     """The stop string or stop token id that ended the output; None for EOS and all other reasons."""
     num_preemptions: int = 0
     """How often the output lost its memory and was computed again."""
+    num_steps: int = 0
+    """Steps that gave tokens; ``len(token_ids) / num_steps`` tokens per step."""
+    num_drafts_verified: int = 0
+    num_drafts_accepted: int = 0
+    """Drafts among the tokens."""
 
     @property
     def finished(self) -> bool:

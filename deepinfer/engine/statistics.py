@@ -9,6 +9,8 @@ from deepinfer.config.engine import ObserveConfig
 from deepinfer.engine.request import Request
 from deepinfer.messages import StepPlan
 from deepinfer.scheduler.scheduler import Scheduler
+from deepinfer.speculative.statistics import SpeculationStatistics
+from deepinfer.worker.worker import SequenceTokens
 
 logger = logging.getLogger(__name__)
 
@@ -16,13 +18,14 @@ logger = logging.getLogger(__name__)
 class EngineStatistics:
     """Totals since the start; the log line shows the rates since the line before."""
 
-    def __init__(self, config: ObserveConfig) -> None:
+    def __init__(self, config: ObserveConfig, num_drafts: int = 0) -> None:
         self._config = config
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self.num_finished: dict[str, int] = {}
         """Outputs by finish reason."""
+        self.speculation = SpeculationStatistics(num_drafts)
         self._since = time.monotonic()
         self._seen = (0, 0, 0)
 
@@ -38,6 +41,11 @@ class EngineStatistics:
                 self.num_decode_tokens += chunk.num_rows
         if self._config.logs_statistics and self.num_steps % self._config.logging_interval_steps == 0:
             self._log(scheduler)
+
+    def verified(self, num_accepted: int, found: SequenceTokens) -> None:
+        """Count the drafts of one sequence in one committed step."""
+        outcome = [float(slot < found.num_accepted) for slot in range(found.num_drafts)]
+        self.speculation.observe(min(num_accepted, found.num_drafts), found.num_drafts, found.confidence, outcome)
 
     def finished(self, request: Request) -> None:
         """Count a finished request's outputs."""
@@ -60,5 +68,7 @@ class EngineStatistics:
             100 * scheduler.usage,
             scheduler.num_preemptions,
         )
+        if self.speculation.num_slots:
+            logger.info("%s", self.speculation.take().line())
         self._since = now
         self._seen = (self.num_steps, self.num_prefill_tokens, self.num_decode_tokens)

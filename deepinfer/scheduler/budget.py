@@ -13,10 +13,18 @@ ROW_PATIENCE_STEPS = 8
 """Without chunks: after so many steps in which only rows were missing, a prompt gets its rows before decode."""
 
 
-def decode_rows(sequence: Sequence) -> int:
-    """Rows that one decode step of ``sequence`` takes. The one place to change for drafts to verify."""
-    del sequence  # one token per sequence and step as long as nothing drafts
-    return 1
+def decode_rows(config: SchedulerConfig, sequence: Sequence) -> int:
+    """Rows that one decode step of ``sequence`` takes: its newest token and the drafts behind it.
+
+    Drafts beyond ``max_tokens`` or ``max_model_len`` are not verified: they could not be used. Tokens that are still
+    being sampled count as few as they can be for the first limit, and as many for the second, whose rows need memory.
+    """
+    num_drafts = config.num_speculative_tokens
+    if num_drafts and sequence.max_tokens is not None:
+        num_drafts = min(num_drafts, sequence.max_tokens - sequence.num_output - min(1, sequence.num_pending) - 1)
+    if num_drafts and sequence.max_model_len is not None:
+        num_drafts = min(num_drafts, sequence.max_model_len - sequence.num_scheduled - 1)
+    return 1 + max(0, num_drafts)
 
 
 def min_chunk(config: SchedulerConfig) -> int:

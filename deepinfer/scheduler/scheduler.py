@@ -191,8 +191,8 @@ class Scheduler:
     def _select_decodes(self, step: StepDraft, decoding: list[Sequence]) -> None:
         reserved = self._rows_reserved_for_head()
         for sequence in decoding:
-            rows = decode_rows(sequence)
-            if rows > step.rows_left - reserved:
+            rows = min(decode_rows(self.config, sequence), step.rows_left - reserved)
+            if rows < 1:
                 break
             if sequence.status is Status.RUNNING and self._take_blocks(sequence, sequence.num_scheduled + rows, step):
                 step.add(sequence, rows)

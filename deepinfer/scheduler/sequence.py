@@ -125,11 +125,14 @@ class Sequence:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether the tokens known or being sampled reach a limit, so that no further row has to run."""
-        num_tokens = len(self.token_ids) + self.num_pending
-        if self.max_tokens is not None and num_tokens - len(self.prompt_ids) >= self.max_tokens:
+        """Whether no further row can run, as far as is known.
+
+        Rows in flight give one token at least, which counts for ``max_tokens``, and one each at most, which counts for
+        ``max_model_len``: beyond it there is no place for a row.
+        """
+        if self.max_tokens is not None and self.num_output + min(1, self.num_pending) >= self.max_tokens:
             return True
-        return self.max_model_len is not None and num_tokens > self.max_model_len
+        return self.max_model_len is not None and len(self.token_ids) + self.num_pending > self.max_model_len
 
     def table(self) -> tuple[int, ...]:
         """The block table as a tuple, rebuilt only after it changed length."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from deepinfer.layers.caches import CacheGeometry, ModelCaches
 from deepinfer.layers.step_state import StepState
 from deepinfer.messages import StepPlan
 from deepinfer.models.deepseek_v41 import DeepseekV41
+from deepinfer.models.dspark import DSpark
 from deepinfer.observe.step_timer import StepTimer
 from deepinfer.ops.rope import rope_angles, rope_frequencies
 from deepinfer.worker.decoder_cut import cut_for_decoder
@@ -47,6 +49,7 @@ class ModelRunner:
     Args:
         config: the model's text configuration.
         geometry: cache sizes.
+        draft: collects its context keys from every step, if there is one.
         is_compact: leave rows before a chunk's ``decoder_floor`` out of the decoder layers, rather than masking them.
     """
 
@@ -57,17 +60,21 @@ class ModelRunner:
         geometry: CacheGeometry,
         device: torch.device,
         is_compact: bool = True,
+        draft: DSpark | None = None,
     ) -> None:
         self.config = config
         self.model = model
+        self.draft = draft
         self.device = device
-        self.caches = ModelCaches(config, model.numerics, geometry, device)
+        stages = 0 if draft is None else len(draft.layers)
+        self.caches = ModelCaches(config, model.numerics, geometry, device, stages)
+        self._feature_floor = [0] * geometry.num_slots
         self.timer = StepTimer()
         ratios = {plan.ratio for plan in config.layers}
         self._builder = StepBatchBuilder(geometry, ratios, config.engram_max_ngram_size, device, is_compact)
         width = config.qk_rope_head_dim
-        self._plain_frequencies = rope_frequencies(config.rope_theta, width, None).to(device)
-        self._compressed_frequencies = rope_frequencies(config.compress_rope_theta, width, config.rope_scaling).to(
+        self.plain_frequencies = rope_frequencies(config.rope_theta, width, None).to(device)
+        self.compressed_frequencies = rope_frequencies(config.compress_rope_theta, width, config.rope_scaling).to(
             device
         )
 
@@ -83,7 +90,21 @@ class ModelRunner:
         with self.timer.phase("forward"):
             state = self._state(batch, trace)
             trunk, read_mix = self.model.forward(state, self.caches)
+            if self.draft is not None:
+                self._remember_features(plan, state)
         return StepResult(self.model, trunk, read_mix, batch.sample_rows)
+
+    def _remember_features(self, plan: StepPlan, state: StepState) -> None:
+        assert self.draft is not None
+        for chunk in plan.chunks:
+            if chunk.is_prefill:
+                self._feature_floor[chunk.state_slot] = max(chunk.window_floor, chunk.decoder_floor)
+        if state.tail.features:
+            self.draft.remember(state.tail, self.caches)
+
+    def draft_floors(self, slots: Sequence[int]) -> list[int]:
+        """First position of each state slot whose features are in the draft's rings."""
+        return [self._feature_floor[slot] for slot in slots]
 
     def _state(self, batch: StepBatch, trace: dict[str, Tensor] | None) -> StepState:
         state = StepState(
@@ -91,12 +112,13 @@ class ModelRunner:
             ngram_ids=batch.ngram_ids,
             window=batch.window,
             streams=batch.streams,
-            plain_angles=rope_angles(batch.positions, self._plain_frequencies),
-            compressed_angles=rope_angles(batch.positions, self._compressed_frequencies),
+            plain_angles=rope_angles(batch.positions, self.plain_frequencies),
+            compressed_angles=rope_angles(batch.positions, self.compressed_frequencies),
             entry_angles={
-                ratio: rope_angles(stream.emit_positions, self._compressed_frequencies)
+                ratio: rope_angles(stream.emit_positions, self.compressed_frequencies)
                 for ratio, stream in batch.streams.items()
             },
+            features=None if self.draft is None else [],
             trace=trace,
         )
         if batch.decoder is not None:

@@ -1,0 +1,105 @@
+"""Drafting for the sequences of a step: lays out the blocks, samples slot after slot, calibrates the confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from deepinfer.models.dspark import DSpark
+from deepinfer.ops.rope import rope_angles
+from deepinfer.sampling.batch import SamplingBatchBuilder
+from deepinfer.sampling.state import SamplingState
+from deepinfer.speculative.draft_distribution import DraftDistributions
+from deepinfer.speculative.draft_sampling import DraftSampler
+from deepinfer.speculative.drafts import Drafts
+from deepinfer.worker.draft_batch import build_draft_batch
+from deepinfer.worker.model_runner import ModelRunner
+
+
+class Drafter:
+    """Proposes ``num_drafts`` tokens behind each sequence's newest one.
+
+    Args:
+        model: the draft model; its context keys are kept by ``runner``.
+        num_drafts: tokens per block.
+        temperatures: of the confidence, one per slot.
+        sampler: how draft tokens are drawn.
+        batches: makes sampling batches of one row per sequence.
+    """
+
+    def __init__(
+        self,
+        model: DSpark,
+        runner: ModelRunner,
+        num_drafts: int,
+        temperatures: Sequence[float],
+        sampler: DraftSampler,
+        batches: SamplingBatchBuilder,
+    ) -> None:
+        assert len(temperatures) == num_drafts, f"{len(temperatures)} temperatures for {num_drafts} drafts"
+        self.model = model
+        self.num_drafts = num_drafts
+        self._runner = runner
+        self._temperatures = torch.tensor(temperatures, device=runner.device)
+        self._sampler = sampler
+        self._batches = batches
+        self._stored: dict[int, DraftDistributions] = {}
+
+    def propose(
+        self,
+        owners: Sequence[SamplingState],
+        slots: Sequence[int],
+        anchors: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+    ) -> tuple[Tensor, Tensor]:
+        """Draft for every sequence.
+
+        Args:
+            owners: sampling state, not yet holding ``tokens``.
+            slots: state slots. anchors: position of the last computed token.
+            tokens: what this step emitted; the last one is drafted from.
+        Returns:
+            ids int64 and confidence float32, both ``[sequences, num_drafts]``.
+        """
+        runner = self._runner
+        geometry, device = runner.caches.geometry, runner.device
+        layout = build_draft_batch(anchors, runner.draft_floors(slots), slots, self.num_drafts, geometry, device)
+        uses_pending = any(owner.params.uses_penalties for owner in owners)
+        batch = self._batches.build(owners, [anchor + 2 for anchor in anchors], tokens if uses_pending else None)
+        positions = batch.positions
+        drawn: list[DraftDistributions | None] = []
+
+        def choose(logits: Tensor, slot: int) -> Tensor:
+            chosen = self._sampler.sample(logits, replace(batch, positions=positions), positions + slot, slot)
+            drawn.append(chosen.distributions)
+            return chosen.token_ids
+
+        proposal = self.model.propose(
+            torch.tensor([emitted[-1] for emitted in tokens], device=device),
+            self.num_drafts,
+            layout.window,
+            rope_angles(layout.positions, runner.plain_frequencies),
+            runner.caches,
+            choose,
+        )
+        distributions = Drafts.of_slots(proposal.token_ids.unbind(1), drawn).distributions
+        if distributions is not None:
+            own = torch.arange(self.num_drafts, device=device)
+            for place, slot in enumerate(slots):
+                self._stored[slot] = distributions.select(own + place * self.num_drafts)
+        confidence = torch.sigmoid((proposal.confidence_logits / self._temperatures).clamp(-60, 60))
+        return proposal.token_ids, confidence
+
+    def stored_distributions(self, slots: Sequence[int]) -> DraftDistributions:
+        """What the drafts of these state slots were drawn from, ``num_drafts`` rows each.
+
+        Slots without drafts have flat ones: no draft of theirs is ever looked up.
+        """
+        vocab, device = self._runner.config.vocab_size, self._runner.device
+        rows = torch.arange(self.num_drafts, device=device)
+        flat = torch.zeros(self.num_drafts, vocab, device=device)
+        parts = [self._stored[slot].scores_of(rows)[0] if slot in self._stored else flat for slot in slots]
+        return DraftDistributions(vocab, torch.cat(parts).to(torch.bfloat16), None)

@@ -1,0 +1,216 @@
+"""One process's share of a step: forward, verification, drafting. Knows tensors and sequences, but no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.messages import Chunk, StepPlan
+from deepinfer.sampling.batch import SamplingBatchBuilder
+from deepinfer.sampling.sampler import SamplerOutput
+from deepinfer.sampling.state import SamplingState
+from deepinfer.speculative.allocation import allocate_on_host
+from deepinfer.speculative.drafts import NO_DRAFT, Drafts
+from deepinfer.speculative.verification import Verified, Verifier
+from deepinfer.worker.drafter import Drafter
+from deepinfer.worker.model_runner import ModelRunner, StepResult
+from deepinfer.worker.slot_state import SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step whose forward has been started."""
+
+    plan: StepPlan
+    """As it really runs: placeholders filled in, rows of verification divided."""
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTokens:
+    """What one sequence got out of a step."""
+
+    token_ids: list[int]
+    """The accepted drafts and one token more."""
+    first_row: int
+    """Row of the sampler's report for the first of them."""
+    num_drafts: int
+    """Drafts that were verified."""
+    confidence: list[float]
+    """Of the verified drafts."""
+    is_bad: bool
+    """The distribution of one of the tokens was not finite: none of them means anything."""
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.token_ids) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Result of a step, on the host."""
+
+    by_sequence: dict[str, SequenceTokens]
+    report: SamplerOutput | None
+    """Log-probabilities per row; None if nothing was sampled."""
+    survivals: dict[str, list[float]]
+    """Of the drafts that were proposed in this step: probability that each and all before it are accepted."""
+
+
+class Worker:
+    """Runs steps in two halves, so that a step can be launched before the one before it has been looked at.
+
+    Args:
+        runner: model and caches. verifier: chooses tokens. batches: parameters of sampled rows.
+        slots: what is remembered between steps. drafter: None without speculation.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        verifier: Verifier,
+        batches: SamplingBatchBuilder,
+        slots: SlotState,
+        drafter: Drafter | None,
+    ) -> None:
+        self.runner = runner
+        self.slots = slots
+        self.drafter = drafter
+        self._verifier = verifier
+        self._batches = batches
+
+    def launch(self, plan: StepPlan, verify_rows: int | None = None) -> Launched:
+        """Start the forward of a plan with at least one chunk.
+
+        Args:
+            verify_rows: rows of all decoding sequences together; None lets each use all that the plan gives it.
+        """
+        rows = self._divide(plan, verify_rows)
+        chunks = tuple(self.slots.resolve(chunk, count) for chunk, count in zip(plan.chunks, rows, strict=True))
+        resolved = StepPlan(plan.step_id, chunks, plan.preempted)
+        return Launched(resolved, self.runner.run(resolved))
+
+    def _divide(self, plan: StepPlan, verify_rows: int | None) -> list[int]:
+        """Rows of every chunk. A limited number goes to the drafts that are most likely to be accepted."""
+        rows = [chunk.num_rows if chunk.is_prefill else 1 + self.slots.drafts_for(chunk) for chunk in plan.chunks]
+        decoding = [place for place, chunk in enumerate(plan.chunks) if not chunk.is_prefill]
+        if verify_rows is None or not decoding:
+            return rows
+        survivals = []
+        for place in decoding:
+            confidence = self.slots.confidence[plan.chunks[place].state_slot, : rows[place] - 1]
+            survivals.append(confidence.cumprod().tolist())
+        total = max(len(decoding), min(verify_rows, sum(rows[place] for place in decoding)))
+        for place, count in zip(decoding, allocate_on_host(survivals, total), strict=True):
+            rows[place] = count
+        return rows
+
+    @torch.inference_mode()
+    def sample(self, step: Launched, states: Sequence[SamplingState | None]) -> StepTokens:
+        """Choose the tokens of a launched step and draft what may follow them.
+
+        Args:
+            states: one per chunk that samples, in plan order; None for a sequence that has ended meanwhile, which
+                gets nothing.
+        """
+        chunks, owners, rows = self._sampled_rows(step, states)
+        if not chunks:
+            return StepTokens({}, None, {})
+        with self.runner.timer.phase("sample"):
+            verified = self._verify(step, chunks, owners, rows).cpu()
+            found = self._take_in(chunks, verified)
+        survivals: dict[str, list[float]] = {}
+        if self.drafter is not None:
+            alive = [place for place, chunk in enumerate(chunks) if not found[chunk.request_id].is_bad]
+            tokens = [found[chunks[place].request_id].token_ids for place in alive]
+            with self.runner.timer.phase("draft"):
+                survivals = self._draft([chunks[place] for place in alive], [owners[place] for place in alive], tokens)
+        return StepTokens(found, verified.rows, survivals)
+
+    def _sampled_rows(
+        self, step: Launched, states: Sequence[SamplingState | None]
+    ) -> tuple[list[Chunk], list[SamplingState], Tensor]:
+        """Chunks that sample and are alive, their owners, and the rows of the step that they sample."""
+        chunks: list[Chunk] = []
+        owners: list[SamplingState] = []
+        places: list[int] = []
+        end = 0
+        sampling = [chunk for chunk in step.plan.chunks if chunk.num_sampled]
+        for chunk, owner in zip(sampling, states, strict=True):
+            begin, end = end, end + chunk.num_sampled
+            if owner is not None:
+                chunks.append(chunk)
+                owners.append(owner)
+                places += range(begin, end)
+        rows = step.result.sample_rows
+        return chunks, owners, rows if len(places) == end else rows[torch.tensor(places, dtype=torch.int64)]
+
+    def _verify(self, step: Launched, chunks: list[Chunk], owners: list[SamplingState], rows: Tensor) -> Verified:
+        states, positions, pending = [], [], []
+        for chunk, owner in zip(chunks, owners, strict=True):
+            first = chunk.end - chunk.num_sampled  # position of the first sampled row
+            drafts = chunk.token_ids[chunk.num_rows - chunk.num_sampled + 1 :]
+            for offset in range(chunk.num_sampled):
+                states.append(owner)
+                positions.append(first + offset + 1)
+                pending.append(drafts[:offset])
+        uses_pending = any(owner.params.uses_penalties for owner in owners)
+        batch = self._batches.build(states, positions, pending if uses_pending else None)
+        device = step.result.trunk.device
+        logits = step.result.row_logits(rows)
+        counts = torch.tensor([chunk.num_sampled for chunk in chunks], device=device)
+        return self._verifier.verify(logits, batch, self._drafts_of(chunks, device), counts)
+
+    def _drafts_of(self, chunks: list[Chunk], device: torch.device) -> Drafts:
+        """The drafts that the rows of ``chunks`` verify, with their distributions where the verifier needs them."""
+        ids = np.full((len(chunks), self.slots.drafts.shape[1]), NO_DRAFT, np.int64)
+        for place, chunk in enumerate(chunks):
+            if not chunk.is_prefill:
+                ids[place, : chunk.num_rows - 1] = chunk.token_ids[1:]
+        distributions = None
+        if self._verifier.needs_distributions and self.drafter is not None:
+            distributions = self.drafter.stored_distributions([chunk.state_slot for chunk in chunks])
+        return Drafts(torch.from_numpy(ids).to(device), distributions)
+
+    def _take_in(self, chunks: list[Chunk], verified: Verified) -> dict[str, SequenceTokens]:
+        """Host view of a verified step; the slots advance."""
+        found = {}
+        first_rows, bad = verified.first_row.tolist(), verified.is_bad.tolist()
+        tokens, accepted = verified.token_ids.tolist(), verified.num_accepted.tolist()
+        for place, chunk in enumerate(chunks):
+            emitted = tokens[place][: accepted[place] + 1]
+            num_drafts = 0 if chunk.is_prefill else chunk.num_sampled - 1
+            found[chunk.request_id] = SequenceTokens(
+                emitted,
+                first_rows[place],
+                num_drafts,
+                self.slots.confidence[chunk.state_slot, :num_drafts].tolist(),
+                bad[place],
+            )
+            if not bad[place]:
+                self.slots.advance(chunk, emitted)
+        return found
+
+    def _draft(
+        self, chunks: list[Chunk], owners: list[SamplingState], tokens: list[list[int]]
+    ) -> dict[str, list[float]]:
+        """Propose drafts behind the newest tokens. Returns survivals by sequence."""
+        assert self.drafter is not None
+        if not chunks:
+            return {}
+        where = [chunk.state_slot for chunk in chunks]
+        anchors = (self.slots.next_position[where] - 1).tolist()
+        proposed, confidence = self.drafter.propose(owners, where, anchors, tokens)
+        survivals = {}
+        for chunk, ids, rates in zip(chunks, proposed.tolist(), confidence.tolist(), strict=True):
+            self.slots.propose(chunk.state_slot, ids, rates)
+            rates_so_far, survival = 1.0, []
+            for rate in rates:
+                rates_so_far *= rate
+                survival.append(rates_so_far)
+            survivals[chunk.request_id] = survival
+        return survivals
