@@ -36,6 +36,7 @@ class RefinedCost:
         self._residuals: dict[int, list[float]] = {}  # size -> sorted values of the window
         self._sampler: dict[int, deque[float]] = {}
         self._sampler_all: deque[float] = deque(maxlen=_SAMPLER_WINDOW)
+        self._sampler_medians: dict[int, float] = {}  # of the state as it is: a budget asks a thousand times per step
 
     def observe(self, num_rows: int, num_requests: int, forward_ms: float, sampler_ms: float) -> None:
         """Take one real step into account.
@@ -47,6 +48,7 @@ class RefinedCost:
         """
         self._sampler.setdefault(num_requests, deque(maxlen=_SAMPLER_WINDOW)).append(sampler_ms)
         self._sampler_all.append(sampler_ms)
+        self._sampler_medians.clear()
         size, expected, charged = self.table.cover(num_rows), self.table.time_ms(num_rows), self._charged(num_rows)
         if size is None or expected is None:
             return
@@ -63,6 +65,12 @@ class RefinedCost:
 
     def sampler_ms(self, num_requests: int) -> float:
         """Median of the last steps with so many requests, else of the last steps of all; 0 before there are enough."""
+        known = self._sampler_medians.get(num_requests)
+        if known is None:
+            known = self._sampler_medians[num_requests] = self._sampler_median(num_requests)
+        return known
+
+    def _sampler_median(self, num_requests: int) -> float:
         for window in (self._sampler.get(num_requests), self._sampler_all):
             if window is not None and len(window) >= _SAMPLER_VALID_FROM:
                 return statistics.median(window)

@@ -73,14 +73,14 @@ class CostTable:
 
     def time_ms(self, num_rows: int) -> float | None:
         """Cost of a step of ``num_rows``; None if it is too large."""
-        size = self.cover(num_rows)
-        if size is None:
+        index = bisect.bisect_left(self.sizes, num_rows)
+        if index == len(self.sizes):
             return None
-        index = self.sizes.index(size)
+        size, size_ms = self.sizes[index], self.times_ms[index]
         if self.is_staircase or size == num_rows or index == 0:
-            return self.times_ms[index]
+            return size_ms
         low, low_ms = self.sizes[index - 1], self.times_ms[index - 1]
-        return low_ms + (self.times_ms[index] - low_ms) * (num_rows - low) / (size - low)
+        return low_ms + (size_ms - low_ms) * (num_rows - low) / (size - low)
 
 
 def _timed_ms(measure: Callable[[int], float], size: int) -> float:

@@ -44,27 +44,30 @@ class RejectionVerifier:
         self._sampler = sampler
 
     def verify(self, logits: Tensor, batch: SamplingBatch, drafts: Drafts, num_rows: Tensor) -> Verified:
-        assert drafts.distributions is not None, "rejection sampling needs the distributions of the drafts"
+        stored, num_slots = drafts.distributions, drafts.num_slots
+        assert stored is not None or num_slots == 0, "rejection sampling needs the distributions of the drafts"
         layout = RowLayout.of(num_rows, batch.num_rows)
         fresh = self._sampler.sample(logits, without_logprobs(batch))
         token_ids = fresh.token_ids.clone()  # what a row without a draft emits
         row_drafts = layout.drafts_of_rows(drafts.token_ids)
         is_accepted = torch.zeros_like(fresh.is_bad)
         acceptance = torch.zeros(batch.num_rows, device=logits.device)
-        stored_rows = layout.request * drafts.num_slots + layout.slot.clamp(max=max(drafts.num_slots - 1, 0))
-        for group, target in self._sampler.distributions(logits, batch) if drafts.num_slots else ():
-            rows = group.rows
-            positions, proposed = batch.positions[rows], row_drafts[rows]
-            judged = _judge(group, positions, target, proposed, drafts.distributions, stored_rows[rows])
-            is_accepted[rows], redrawn, acceptance[rows] = judged
-            verdict = torch.where(is_accepted[rows], proposed, redrawn)
-            token_ids[rows] = torch.where(proposed == NO_DRAFT, token_ids[rows], verdict)
+        if stored is not None:
+            stored_rows = layout.request * num_slots + layout.slot.clamp(max=num_slots - 1)
+            for group, target in self._sampler.distributions(logits, batch):
+                rows = group.rows
+                positions, proposed = batch.positions[rows], row_drafts[rows]
+                judged = _judge(group, positions, target, proposed, stored, stored_rows[rows])
+                is_accepted[rows], redrawn, acceptance[rows] = judged
+                verdict = torch.where(is_accepted[rows], proposed, redrawn)
+                token_ids[rows] = torch.where(proposed == NO_DRAFT, token_ids[rows], verdict)
         if batch.forced is not None:  # teacher forcing: the forced token stands, and so does a draft that equals it
             is_forced = batch.forced >= 0
             token_ids = torch.where(is_forced, batch.forced, token_ids)
             is_accepted = torch.where(is_forced, row_drafts == batch.forced, is_accepted)
+            acceptance = torch.where(is_forced, is_accepted.to(torch.float32), acceptance)
         sampled = self._report(logits, batch, fresh, token_ids)
-        return accepted_prefix(layout, drafts.num_slots, sampled, is_accepted, acceptance)
+        return accepted_prefix(layout, num_slots, sampled, is_accepted, acceptance)
 
     def _report(self, logits: Tensor, batch: SamplingBatch, fresh: SamplerOutput, token_ids: Tensor) -> SamplerOutput:
         """The sampler's own report on tokens that are already chosen."""

@@ -163,3 +163,10 @@ def test_greedy_requests_get_the_greedy_tokens(kind):
         last = int(world.target[last].argmax())
         expected.append(last)
     assert tokens == [tuple(expected)] * 3
+
+
+@pytest.mark.parametrize("kind", ["gumbel", "rejection"])
+def test_a_crowd_without_drafts_is_sampled_plainly(kind):
+    world = random_world(5, seed=1)
+    tokens = decode(Crowd(world, SamplingParams(), 1500, kind, 0), fixed(0), 2)
+    assert misfit(tokens, sequence_probabilities(world, SamplingParams(), 2)) < 1.0
