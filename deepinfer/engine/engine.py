@@ -241,6 +241,12 @@ class Engine:
         elif step is not None:
             self.commit(step)
 
+    def drain(self) -> None:
+        """Once nobody waits for anything, close the step that was launched ahead, so that its memory comes back."""
+        if self._previous is not None and not self._branches:
+            step, self._previous = self._previous, None
+            self.commit(step)
+
     def _abandon(self, plan: StepPlan) -> None:
         """Close a step that was interrupted in the model: nobody knows which of its records were written."""
         for chunk in plan.chunks:

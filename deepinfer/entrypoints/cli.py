@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import io
 import logging
 import os
@@ -78,7 +77,9 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         description="Inference engine for DeepSeek-V4.1-Flash.",
         epilog="deepinfer COMMAND --help lists what a command takes; docs/cli.md has examples.",
     )
-    parser.add_argument("--version", action="version", version=f"deepinfer {importlib.metadata.version('deepinfer')}")
+    parser.add_argument(
+        "--version", action="version", version=f"deepinfer {importlib.import_module('deepinfer').__version__}"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

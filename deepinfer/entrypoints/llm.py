@@ -214,6 +214,7 @@ class LLM:
             raise
         finally:
             bar.close()
+            engine.drain()
         return [results[index] for index in range(len(prompts))]
 
 
@@ -230,6 +231,7 @@ def _stream(engine: Engine, prompt: PreparedPrompt, params: SamplingParams) -> I
     finally:
         if engine.abort(request_id):
             engine.take_changes(mine)
+        engine.drain()
 
 
 def _refuse_images(data: object) -> None:

@@ -98,7 +98,9 @@ def _chat(model_path, *more: str) -> int:
 
 
 def test_lines_from_a_pipe_are_answered(model_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/thinking on\n/thinking off\n\n/reset\nBye\n/exit\nnever read\n"))
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("Hello\n/thinking on\n/thinking off\n\n/reset\nBye\n/exit\nnever read\n")
+    )
     assert _chat(model_path, "--ignore-eos") == 0
     out, err = capsys.readouterr()
     assert err.count("tokens/s") == 2

@@ -46,10 +46,12 @@ class PrefillRecord:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRecord:
-    """Steps in which every one of ``batch`` sequences gets a token."""
+    """Steps in which every one of ``batch`` sequences gets a token or more."""
 
     batch: int
     num_steps: int
+    num_tokens: int
+    """More than one per sequence and step with speculation."""
     seconds: float
     phase_seconds: dict[str, float]
     op_seconds: dict[str, float]
@@ -57,7 +59,7 @@ class DecodeRecord:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.batch * self.num_steps / self.seconds
+        return self.num_tokens / self.seconds
 
     @property
     def step_ms(self) -> float:
@@ -65,8 +67,8 @@ class DecodeRecord:
 
     @property
     def overhead_share(self) -> float:
-        """Share of the wall time that is neither the model's forward nor the sampler, in [0, 1]."""
-        useful = self.phase_seconds.get("forward", 0.0) + self.phase_seconds.get("sample", 0.0)
+        """Share of the wall time that is neither forward nor sampler nor draft, in [0, 1]."""
+        useful = sum(self.phase_seconds.get(name, 0.0) for name in ("forward", "sample", "draft"))
         return 1 - useful / self.seconds
 
 
@@ -81,6 +83,7 @@ def measure_prefill(engine: Engine, prompt_tokens: int, seed: int) -> PrefillRec
         while not engine.is_finished(request_id):
             engine.run_step()
         seconds = time.perf_counter() - begin
+    engine.drain()
     (output,) = engine.take_finished((request_id,))
     if output.error is not None:
         raise CapacityError(f"a prompt of {prompt_tokens} tokens failed", why=output.error, fix="lower --lengths")
@@ -91,7 +94,9 @@ def measure_prefill(engine: Engine, prompt_tokens: int, seed: int) -> PrefillRec
 def measure_decode(engine: Engine, batch: int, num_steps: int, seed: int) -> DecodeRecord:
     """Decode ``num_steps`` steps with ``batch`` running sequences; prompts are computed before the clock starts."""
     warm_up = 3
-    tokens = 2 * num_steps + warm_up + batch + 2  # the first of many prompts may be done some steps before the last
+    most_per_step = 1 + engine.config.speculation.num_tokens
+    # The first of many prompts may be done some steps before the last.
+    tokens = (2 * num_steps + warm_up + batch + 3) * most_per_step
     limit = engine.config.scheduler.max_model_len
     if _DECODE_PROMPT_TOKENS + tokens > limit:
         raise ConfigError(
@@ -109,15 +114,23 @@ def measure_decode(engine: Engine, batch: int, num_steps: int, seed: int) -> Dec
         num_decoded = engine.statistics.num_decode_tokens - before
     _run_steps(engine, names, warm_up)
     engine.timer.reset()
+    num_tokens = _num_output_tokens(engine, names)
     seconds = _run_steps(engine, names, num_steps)
+    num_tokens = _num_output_tokens(engine, names) - num_tokens
     phases = dict(engine.timer.seconds)
     with OpTimer(engine.runner.model.ops) as timer:
         _run_steps(engine, names, num_steps)
     for name in names:
         engine.abort(name)
     engine.take_changes(names)
+    engine.drain()
     engine.check()
-    return DecodeRecord(batch, num_steps, seconds, phases, dict(timer.seconds))
+    return DecodeRecord(batch, num_steps, num_tokens, seconds, phases, dict(timer.seconds))
+
+
+def _num_output_tokens(engine: Engine, names: list[str]) -> int:
+    outputs = [engine.get(name) for name in names]
+    return sum(len(output.outputs[0].token_ids) for output in outputs if output is not None)
 
 
 def _run_steps(engine: Engine, names: list[str], count: int) -> float:

@@ -78,6 +78,7 @@ def decode_rows(records: Sequence[DecodeRecord]) -> list[dict[str, Any]]:
             {
                 "batch": record.batch,
                 "num_steps": record.num_steps,
+                "num_tokens": record.num_tokens,
                 "tokens_per_s": record.tokens_per_s,
                 "step_ms": record.step_ms,
                 "overhead_share": record.overhead_share,

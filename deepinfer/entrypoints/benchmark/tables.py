@@ -68,7 +68,7 @@ def _decode(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     limit = f"{LIMIT_OVERHEAD_SHARE:.0%}"
-    note = f"Overhead is everything but forward and sampler; with 32 sequences it has to stay below {limit}."
+    note = f"Overhead is everything but forward, sampler and draft; with 32 sequences it has to stay below {limit}."
     return _table(head, body) + "\n" + note
 
 

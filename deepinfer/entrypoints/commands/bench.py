@@ -97,6 +97,7 @@ def _defaults(namespace: argparse.Namespace) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "max_num_seqs": max(namespace.batches, default=1),
         "max_num_batched_tokens": 1024,  # the same chunk at every length
+        "num_speculative_tokens": 0,  # plain decoding, unless asked for: drafts of random weights are never accepted
         "disable_log_stats": True,
     }
     if not names_model(namespace):
