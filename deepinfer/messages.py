@@ -50,6 +50,15 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A copy between the state slot of a sequence and a checkpoint in host memory: windows, compressor, draft rings."""
+
+    slot: int
+    place: int
+    """Number of the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """Everything that one forward runs, in batch order."""
 
@@ -57,6 +66,10 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     preempted: tuple[str, ...] = ()
     """Requests that lost their blocks while this step was planned; they are waiting again."""
+    restores: tuple[StateCopy, ...] = ()
+    """Checkpoints that go into state slots before the first layer runs."""
+    saves: tuple[StateCopy, ...] = ()
+    """States that are checkpointed after the last ring was written. Plans run in order, so places may be used again."""
 
     @property
     def num_rows(self) -> int:

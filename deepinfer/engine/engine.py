@@ -14,6 +14,7 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.config.model import ModelConfig
 from deepinfer.engine.output_builder import FINISH_ERROR, OutputBuilder, token_logprobs
 from deepinfer.engine.outputs import RequestOutput, StreamDelta, TokenLogprobs
+from deepinfer.engine.prefix_setup import prefix_state, refuse_truncated_logprobs
 from deepinfer.engine.prompt_scorer import score_prompts
 from deepinfer.engine.request import Branch, Request
 from deepinfer.engine.statistics import EngineStatistics
@@ -95,6 +96,7 @@ class Engine:
         *,
         prompt: str | None = None,
         request_id: str | None = None,
+        cache_salt: str = "",
     ) -> str:
         """Queue a request and return its id.
 
@@ -104,6 +106,7 @@ class Engine:
         Args:
             prompt_ids: at least one id below the vocabulary size.
             prompt: its text, only echoed. request_id: default the next number.
+            cache_salt: cached prefixes are shared among requests with the same salt only, such as those of a tenant.
         Raises:
             RequestError: empty prompt, an id out of range, parameters that don't fit the model, or an id in use.
         """
@@ -118,7 +121,12 @@ class Engine:
         self._requests[request_id] = request
         try:
             for branch in request.branches:
-                sequence = Sequence(request_id=branch.sequence_id, prompt_ids=ids, max_tokens=params.max_tokens)
+                sequence = Sequence(
+                    request_id=branch.sequence_id,
+                    prompt_ids=ids,
+                    max_tokens=params.max_tokens,
+                    prefix=prefix_state(params, cache_salt),
+                )
                 self.scheduler.add(sequence)
                 self._branches[branch.sequence_id] = (request, branch)
         except PromptTooLongError as error:
@@ -160,6 +168,7 @@ class Engine:
             raise RequestError(
                 "stop", params.stop, why="this engine has no tokenizer to find text with", fix="use stop_token_ids"
             )
+        refuse_truncated_logprobs(params, self.config.prefill)
 
     def _make_branches(self, request: Request) -> None:
         params = request.params
@@ -332,6 +341,7 @@ class Engine:
         output = branch.builder.output
         if request.metrics.first_token_s is None:
             request.metrics.first_token_s = time.monotonic()
+            request.num_cached_tokens = sequence.prefix.num_cached or 0
         output.num_preemptions = sequence.num_preemptions
         num_added = 0
         for row, token in enumerate(found.token_ids, start=found.first_row):

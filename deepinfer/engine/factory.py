@@ -16,8 +16,10 @@ from deepinfer.config.cache_size import size_cache
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.layer_slice import model_config_of
 from deepinfer.config.model import ModelConfig
+from deepinfer.config.prefill import check_truncation
 from deepinfer.config.resolve import Reason
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.prefix_setup import build_prefix_planner
 from deepinfer.engine.speculation_setup import build_worker, measure_step_cost
 from deepinfer.engine.verification_planner import VerificationPlanner
 from deepinfer.errors import CheckpointFileError
@@ -130,9 +132,13 @@ def build_engine(
     )
     assert config.cache.num_blocks is not None
     geometry = CacheGeometry.of(model_config.text, config.cache.num_blocks, num_slots, backtracking)
-    runner = ModelRunner(model_config.text, model, geometry, device, draft=draft)
+    is_compact = config.prefill.truncation != "mask"
+    check_truncation(config.prefill, model_config.text, backtracking)
+    runner = ModelRunner(model_config.text, model, geometry, device, is_compact, draft)
     history_len = model_config.text.engram_max_ngram_size - 1
-    scheduler = Scheduler(config.scheduler, BlockPool(config.cache.num_blocks), StateSlots(num_slots), history_len)
+    pool = BlockPool(config.cache.num_blocks)
+    prefix = build_prefix_planner(config, model_config.text, pool, backtracking)
+    scheduler = Scheduler(config.scheduler, pool, StateSlots(num_slots), history_len, prefix)
     worker = build_worker(config, runner, SlotState(num_slots, num_drafts, history_len))
     planner = None
     if num_drafts and config.speculation.adaptive:

@@ -71,7 +71,8 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry per prompt token, None for the first; None altogether if none were asked for."""
     num_cached_tokens: int = 0
-    """Prompt tokens that were not computed because a cache held them. There is no prefix cache yet."""
+    """Prompt tokens that the prefix cache held, of the first output. With ``exact`` their rows did not run; with
+    ``bounded`` the last window of them ran again."""
     metrics: RequestMetrics | None = None
     error: str | None = None
     numerics: str = "faithful"

@@ -31,6 +31,8 @@ class Request:
     branches: list[Branch] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Filled front to back while the prompt is computed; the first entry is None."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the first output found in the prefix cache."""
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
 
@@ -56,6 +58,7 @@ class Request:
             prompt_token_ids=list(self.prompt_ids),
             outputs=[branch.builder.output for branch in self.branches],
             prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
             error=self.error,
             numerics=numerics,

@@ -59,7 +59,7 @@ class EngineStatistics:
         steps, prefill, decode = self._seen
         logger.info(
             "prompt %.0f tokens/s, generation %.0f tokens/s, %.1f steps/s, running %d, waiting %d, KV blocks %.0f %%, "
-            "preemptions %d",
+            "preemptions %d%s",
             (self.num_prefill_tokens - prefill) / elapsed_s,
             (self.num_decode_tokens - decode) / elapsed_s,
             (self.num_steps - steps) / elapsed_s,
@@ -67,6 +67,7 @@ class EngineStatistics:
             scheduler.num_waiting,
             100 * scheduler.usage,
             scheduler.num_preemptions,
+            "" if scheduler.prefix is None else ", " + scheduler.prefix.statistics.take().line(),
         )
         if self.speculation.num_slots:
             logger.info("%s", self.speculation.take().line())

@@ -43,14 +43,17 @@ def prefill_share(config: SchedulerConfig, rows_left: int, num_prefilling: int, 
     return max(1, rows_left // max(1, sharers))
 
 
-def first_chunk_rows(config: SchedulerConfig, sequence: Sequence, share: int, step: StepDraft, is_only: bool) -> int:
+def first_chunk_rows(
+    config: SchedulerConfig, sequence: Sequence, share: int, step: StepDraft, is_only: bool, start: int = 0
+) -> int:
     """Rows with which a waiting sequence would start in this step; 0 if it should not start now.
 
     Args:
         share: from :func:`prefill_share`.
         is_only: no other prompt is in progress, so that any progress is better than none.
+        start: first row to run; later than 0 after a prefix hit.
     """
-    needed = sequence.num_prefill
+    needed = sequence.num_prefill - start
     if not config.chunked_prefill:
         return needed if needed <= step.rows_left else 0
     rows = min(needed, share, step.rows_left)

@@ -34,6 +34,9 @@ def build_chunk(sequence: Sequence, num_rows: int, step_id: int, history_len: in
         state_slot=sequence.state_slot,
         num_sampled=num_sampled,
         is_prefill=is_prefill,
+        window_floor=sequence.prefix.window_floor,
+        entry_floor=sequence.prefix.entry_floor,
+        decoder_floor=sequence.prefix.decoder_floor,
     )
     sequence.num_in_flight += num_rows
     sequence.num_pending += num_sampled

@@ -11,14 +11,16 @@ from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.errors import RequestError
 from deepinfer.kvcache.block_pool import BlockPool
 from deepinfer.kvcache.state_slots import StateSlots
-from deepinfer.messages import StepPlan
+from deepinfer.messages import StateCopy, StepPlan
 from deepinfer.scheduler.admission import headroom_blocks, may_look_further, refuse_impossible, row_limit
 from deepinfer.scheduler.budget import ROW_PATIENCE_STEPS, decode_rows, first_chunk_rows, prefill_share
 from deepinfer.scheduler.chunk_builder import build_chunk, commit_chunk
 from deepinfer.scheduler.invariants import check_in_flight, check_memory, check_queues
 from deepinfer.scheduler.memory import SequenceMemory
 from deepinfer.scheduler.preemption import blocks_ending_soon, latest_behind
-from deepinfer.scheduler.sequence import FINISH_ABORT, FINISH_LENGTH, Sequence, Status
+from deepinfer.scheduler.prefix_lookup import MISS, Hit, blocks_from_free
+from deepinfer.scheduler.prefix_planner import MAX_PREFIX_WAITERS, PlannedSave, PrefixPlanner
+from deepinfer.scheduler.sequence import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, Sequence, Status
 from deepinfer.scheduler.step_draft import StepDraft, UncommittedPlan
 
 
@@ -31,7 +33,14 @@ class Scheduler:
     nor a commit. A step that failed is closed by finishing its requests and committing it with no tokens.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, slots: StateSlots, history_len: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        slots: StateSlots,
+        history_len: int,
+        prefix: PrefixPlanner | None = None,
+    ) -> None:
         """Compose a scheduler over pools that nobody else allocates from.
 
         Args:
@@ -39,10 +48,12 @@ class Scheduler:
             pool: KV blocks.
             slots: state slots; fewer usable ones than ``max_num_seqs`` lower the number of running sequences.
             history_len: tokens before a chunk that the worker needs, ``max_ngram - 1``.
+            prefix: the prefix cache over ``pool``; None computes every prompt whole.
         """
         assert history_len >= 0, f"{history_len=}"
         self.config = config
         self.history_len = history_len
+        self.prefix = prefix
         self.num_preemptions = 0
         self._memory = SequenceMemory(pool, slots)
         self._live: dict[str, Sequence] = {}
@@ -69,6 +80,10 @@ class Scheduler:
         refuse_impossible(sequence, self.config, self._memory.pool)
         assert sequence.arrival == -1, f"{sequence.request_id} was added before"
         sequence.max_model_len = row_limit(sequence, self.config)
+        if self.config.decoder_keep_tokens:
+            sequence.prefix.decoder_floor = max(0, len(sequence.prompt_ids) - self.config.decoder_keep_tokens)
+        if self.prefix is not None:
+            self.prefix.admit(sequence)
         sequence.arrival = self._next_arrival
         self._next_arrival += 1
         self._live[sequence.request_id] = sequence
@@ -129,9 +144,17 @@ class Scheduler:
         record = self._uncommitted.popleft()
         assert record.plan is plan, f"step {plan.step_id} committed before step {record.plan.step_id}"
         grown = []
+        computed_before = {sequence: sequence.num_computed for sequence, _epoch in record.owners}
         for chunk, (sequence, epoch) in zip(plan.chunks, record.owners, strict=True):
-            if sequence.epoch == epoch and commit_chunk(sequence, chunk, new_tokens):
+            if sequence.epoch != epoch:
+                continue
+            if commit_chunk(sequence, chunk, new_tokens):
                 grown.append(sequence)
+            if self.prefix is not None:
+                self.prefix.commit(sequence)
+        for save in record.saves:
+            assert self.prefix is not None
+            self.prefix.settle(save, computed_before[save.sequence])
         self._memory.settle(record)
         return grown
 
@@ -168,6 +191,8 @@ class Scheduler:
         check_queues(self._waiting, self._running, self._live)
         check_in_flight(self._running, self._uncommitted)
         check_memory(self._memory, self._running, self._uncommitted)
+        if self.prefix is not None:
+            self.prefix.check()
         for sequence in self._waiting:
             sequence.check(self._memory.pool.block_tokens)
 
@@ -215,15 +240,22 @@ class Scheduler:
         pool, skipped, index = self._memory.pool, list[Sequence](), 0
         prefilling = [sequence for sequence in self._running if sequence.is_prefilling]
         promised = sum(self._memory.missing_blocks(sequence, sequence.num_prefill) for sequence in prefilling)
-        is_only = not prefilling
+        is_only, num_prefix_waiters = not prefilling, 0
         while index < len(self._waiting) and step.rows_left > 0 and self._has_seat():
             sequence = self._waiting[index]
+            hit = MISS if self.prefix is None else self.prefix.finder.find(sequence)
+            if self.prefix is not None and self.prefix.should_wait(sequence, hit):
+                # It waits of its own accord, so it neither blocks those behind it nor ages by them.
+                index, num_prefix_waiters = index + 1, num_prefix_waiters + 1
+                if num_prefix_waiters >= MAX_PREFIX_WAITERS:
+                    return
+                continue
             room = pool.num_free - promised - headroom_blocks(pool, len(self._running))
-            has_blocks = pool.blocks_for(sequence.num_prefill) <= room
-            rows = first_chunk_rows(self.config, sequence, share, step, is_only)
+            has_blocks = blocks_from_free(pool, sequence, hit) <= room
+            rows = first_chunk_rows(self.config, sequence, share, step, is_only, hit.resume)
             if has_blocks and rows:
                 del self._waiting[index]
-                self._start(step, sequence, rows)
+                self._start(step, sequence, rows, hit)
                 promised += self._memory.missing_blocks(sequence, sequence.num_prefill)
                 is_only = False
                 for other in skipped:
@@ -247,11 +279,16 @@ class Scheduler:
         """Turn the draft into a plan and count its rows as in flight."""
         step_id = self._next_step
         chunks = tuple([build_chunk(sequence, rows, step_id, self.history_len) for sequence, rows in step.rows.items()])
-        plan = StepPlan(step_id, chunks, tuple(step.preempted))
+        restores: tuple[StateCopy, ...] = ()
+        saves: tuple[PlannedSave, ...] = ()
+        if self.prefix is not None:
+            restores, saves = self.prefix.copies(tuple(step.rows), chunks)
+        copies = tuple([StateCopy(save.sequence.state_slot, save.place) for save in saves])
+        plan = StepPlan(step_id, chunks, tuple(step.preempted), restores, copies)
         if chunks:
             self._next_step += 1
             owners = tuple([(sequence, sequence.epoch) for sequence in step.rows])
-            self._uncommitted.append(UncommittedPlan(plan, owners))
+            self._uncommitted.append(UncommittedPlan(plan, owners, saves))
         return plan
 
     # ---- one sequence --------------------------------------------------------------------------------------------
@@ -261,6 +298,8 @@ class Scheduler:
         start = step.next_row(sequence)
         reach = self._memory.rows_within_reach(sequence, start)
         rows = min(step.prefill_left(sequence), max_rows, reach)
+        if self.prefix is not None:
+            rows = self.prefix.within_boundary(sequence, start, rows)
         if rows > 0:
             self._memory.grow(sequence, start + rows)
             step.add(sequence, rows)
@@ -287,12 +326,15 @@ class Scheduler:
         self._memory.grow(sequence, end)
         return True
 
-    def _start(self, step: StepDraft, sequence: Sequence, rows: int) -> None:
+    def _start(self, step: StepDraft, sequence: Sequence, rows: int, hit: Hit) -> None:
         sequence.status = Status.RUNNING
         sequence.num_bypassed = sequence.num_row_misses = 0
         insort(self._running, sequence, key=_order)
         self._memory.open(sequence)
-        self._memory.grow(sequence, rows)
+        if self.prefix is not None:
+            self.prefix.open(sequence, hit)
+            rows = self.prefix.within_boundary(sequence, hit.resume, rows)
+        self._memory.grow(sequence, hit.resume + rows)
         step.add(sequence, rows)
 
     def _preempt(self, sequence: Sequence, step: StepDraft) -> None:
@@ -300,7 +342,7 @@ class Scheduler:
         step.remove(sequence)
         step.preempted.append(sequence.request_id)
         self._running.remove(sequence)
-        self._memory.close(sequence, self._holder(sequence))
+        self._close(sequence)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -308,14 +350,24 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         del self._live[sequence.request_id]
+        if self.prefix is not None and reason == FINISH_ERROR:
+            self.prefix.distrust(sequence)
         if sequence.status is Status.RUNNING:
             self._running.remove(sequence)
-            self._memory.close(sequence, self._holder(sequence))
+            self._close(sequence)
         else:
             self._waiting.remove(sequence)
+            if self.prefix is not None:
+                self.prefix.close(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.error = error
+
+    def _close(self, sequence: Sequence) -> None:
+        """Take all memory of a running sequence."""
+        if self.prefix is not None:
+            self.prefix.close(sequence)
+        self._memory.close(sequence, self._holder(sequence))
 
     def _end_too_long(self, sequence: Sequence) -> None:
         pool = self._memory.pool

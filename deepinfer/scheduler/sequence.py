@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 from deepinfer.errors import RequestError
 from deepinfer.kvcache.state_slots import NULL_SLOT
+from deepinfer.scheduler.prefix_state import PrefixState
 
 FINISH_LENGTH = "length"
 FINISH_ABORT = "abort"
+FINISH_ERROR = "error"
 
 
 class Status(enum.Enum):
@@ -68,6 +70,8 @@ class Sequence:
     finish_reason: str | None = None
     error: str | None = None
     """What went wrong, for a sequence that ended for a reason other than its own."""
+    prefix: PrefixState = field(default_factory=PrefixState)
+    """What the prefix cache holds for it, and the floors of its rows."""
     _table: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

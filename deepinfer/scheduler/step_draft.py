@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deepinfer.messages import StepPlan
+from deepinfer.scheduler.prefix_planner import PlannedSave
 from deepinfer.scheduler.sequence import Sequence
 
 
@@ -43,5 +44,7 @@ class UncommittedPlan:
     plan: StepPlan
     owners: tuple[tuple[Sequence, int], ...]
     """Sequence and epoch of each chunk: a chunk whose sequence moved on to a later epoch is ignored at commit."""
+    saves: tuple[PlannedSave, ...] = ()
+    """State copies that the plan takes."""
     releases: list[tuple[list[int], int]] = field(default_factory=list)
     """Blocks and state slot of sequences that lost them meanwhile; they go back to their pools at commit."""

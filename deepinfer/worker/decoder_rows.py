@@ -50,12 +50,13 @@ def kept_rows(chunks: Sequence[Chunk], is_compact: bool) -> KeptRows:
     ragged = RaggedRows(
         starts=first[kept],
         counts=counts,
-        slots=np.array([chunks[index].state_slot for index in kept]),
+        slots=np.array([chunk.state_slot for chunk in chunks])[kept],
         floors=np.maximum(floors, [chunk.window_floor for chunk in chunks])[kept],
         entry_floors=ends[kept],  # entries were written for all rows before the cut
     )
     first_row = (begins + first - starts)[kept]
-    sampled = [np.arange(end - chunks[index].num_sampled, end) for index, end in zip(kept, ragged.ends, strict=True)]
+    num_sampled = [chunks[int(index)].num_sampled for index in kept]
+    sampled = [np.arange(end - number, end) for number, end in zip(num_sampled, ragged.ends, strict=True)]
     return KeptRows(
         rows=first_row[ragged.sequence] + ragged.offset,
         chunks=kept,

@@ -17,6 +17,7 @@ from deepinfer.models.dspark import DSpark
 from deepinfer.observe.step_timer import StepTimer
 from deepinfer.ops.rope import rope_angles, rope_frequencies
 from deepinfer.worker.decoder_cut import cut_for_decoder
+from deepinfer.worker.state_checkpoints import StateCheckpoints
 from deepinfer.worker.step_batch import StepBatch, StepBatchBuilder
 
 
@@ -68,6 +69,7 @@ class ModelRunner:
         self.device = device
         stages = 0 if draft is None else len(draft.layers)
         self.caches = ModelCaches(config, model.numerics, geometry, device, stages)
+        self.checkpoints = StateCheckpoints(self.caches)
         self._feature_floor = [0] * geometry.num_slots
         self.timer = StepTimer()
         ratios = {plan.ratio for plan in config.layers}
@@ -87,11 +89,13 @@ class ModelRunner:
         """
         with self.timer.phase("batch"):
             batch = self._builder.build(plan)
+        self.checkpoints.restore(plan.restores)
         with self.timer.phase("forward"):
             state = self._state(batch, trace)
             trunk, read_mix = self.model.forward(state, self.caches)
             if self.draft is not None:
                 self._remember_features(plan, state)
+        self.checkpoints.save(plan.saves)
         return StepResult(self.model, trunk, read_mix, batch.sample_rows)
 
     def _remember_features(self, plan: StepPlan, state: StepState) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ class Worker:
         """
         rows = self._divide(plan, verify_rows)
         chunks = tuple(self.slots.resolve(chunk, count) for chunk, count in zip(plan.chunks, rows, strict=True))
-        resolved = StepPlan(plan.step_id, chunks, plan.preempted)
+        resolved = replace(plan, chunks=chunks)
         return Launched(resolved, self.runner.run(resolved))
 
     def _divide(self, plan: StepPlan, verify_rows: int | None) -> list[int]:
