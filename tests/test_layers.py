@@ -33,9 +33,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": MODEL - {"models"},
     "sampling": BASE | {"messages", "ops"},
     "observe": BASE | {"platforms"},
-    "worker": WORKER,
-    "engine": WORKER | {"worker", "scheduler"},
-    "entrypoints": WORKER | {"worker", "scheduler", "engine", "reference"},
+    "speculative": BASE | {"sampling"},
+    "structured": BASE | {"tokenizer", "sampling"},
+    "worker": WORKER | {"speculative", "structured"},
+    "engine": WORKER | {"worker", "scheduler", "speculative", "structured"},
+    "evaluation": WORKER | {"worker", "scheduler", "engine"},
+    "entrypoints": WORKER | {"worker", "scheduler", "engine", "speculative", "structured", "evaluation", "reference"},
     # The executable specification must not share a line with what it judges.
     "reference": BASE | {"checkpoint", "tokenizer"},
 }

@@ -122,7 +122,7 @@ OPTIONS: tuple[Option, ...] = (
         field="scheduler.max_num_batched_tokens",
         kind=Kind.INT,
         default=AUTO,
-        rule="max(2048, max_num_seqs), and at least max_model_len when chunked_prefill is off",
+        rule="max(2048, max_num_seqs * (1 + drafts)), and at least max_model_len when chunked_prefill is off",
         unit="tokens",
         help="Most rows of one step: decode rows of all running sequences and prompt chunks together.",
     ),
@@ -144,7 +144,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="async_scheduling",
-        field="scheduler.pipeline_depth",
+        field="scheduler.async_scheduling",
         kind=Kind.BOOL,
         default=True,
         help="Plan and launch a step before the results of the one before it are looked at.",
@@ -178,7 +178,7 @@ OPTIONS: tuple[Option, ...] = (
         field="speculation.temperatures",
         kind=Kind.FLOATS,
         default=(),
-        help="Calibration of the draft's confidence: one number, or one per draft token. Empty: the checkpoint's, or 1.",
+        help="Calibration of the draft's confidence: one number, or one per draft. Empty: as the checkpoint says, or 1.",
     ),
     Option(
         name="batch_invariant",

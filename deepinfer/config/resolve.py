@@ -218,8 +218,8 @@ def _scheduler(
     max_num_seqs, chunked = values["max_num_seqs"], values["chunked_prefill"]
     tokens = values["max_num_batched_tokens"]
     if tokens == AUTO:
-        tokens = max(DEFAULT_STEP_TOKENS, max_num_seqs, 0 if chunked else max_model_len)
-        why = f"max({DEFAULT_STEP_TOKENS}, max_num_seqs {max_num_seqs}"
+        tokens = max(DEFAULT_STEP_TOKENS, max_num_seqs * (1 + num_drafts), 0 if chunked else max_model_len)
+        why = f"max({DEFAULT_STEP_TOKENS}, max_num_seqs {max_num_seqs} * (1 + {num_drafts} drafts)"
         why += ")" if chunked else f", max_model_len {max_model_len} without chunked_prefill)"
         reasons.append(Reason("scheduler.max_num_batched_tokens", tokens, why))
     return SchedulerConfig(

@@ -38,6 +38,11 @@ class SchedulerConfig:
     decoder_keep_tokens: int = 0
     """Prompt tokens that the decoder layers run on; 0: all of them (spec 6.1)."""
 
+    @property
+    def async_scheduling(self) -> bool:
+        """Whether a step is planned while the one before it runs."""
+        return self.pipeline_depth > 1
+
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             self._require_int(name, at_least=1)

@@ -95,12 +95,10 @@ def test_tuning_variable_of_the_vendor_engine_is_explained():
 
 
 def test_unused_variable_warns_unless_it_asks_for_what_happens_anyway():
-    (warning,) = read_environment({"DEEPINFER_USE_NEXTN_DECODE": "5"}).warnings
+    (warning,) = read_environment({"DEEPINFER_OVERRIDE_NUM_EXTRA_EXPERTS": "2"}).warnings
     assert "not yet used" in warning
     for name, text in (
-        ("USE_NEXTN_DECODE", "0"),
-        ("ENABLE_MTP_VARLEN", "false"),
-        ("BATCH_INVARIANT", "1"),
+        ("OVERRIDE_NUM_EXTRA_EXPERTS", "0"),
         ("ENFORCE_EAGER", "1"),
         ("YOCO_PREFILL_TRUNCATION_MODE", "off"),
     ):

@@ -47,7 +47,9 @@ def test_only_a_model_is_needed(model_dir):
         "device.num_threads",
         "scheduler.max_model_len",
         "scheduler.max_num_batched_tokens",
+        "speculation.num_tokens",
         "cache.memory_fraction",
+        "cache.num_checkpoints",
     }
 
 
@@ -94,7 +96,7 @@ def test_automatic_values_and_their_reasons(model_dir):
     resolved = resolve({"model": model_dir, "max_num_seqs": 5000}, NOTHING)
     reason = _reason(resolved, "scheduler.max_model_len")
     assert str(reason) == "scheduler.max_model_len = 1024 (min(4096, max_position_embeddings 1024))"
-    assert resolved.config.scheduler.max_num_batched_tokens == 5000
+    assert resolved.config.scheduler.max_num_batched_tokens == 25000, "a row and four drafts for each"
     assert "max_num_seqs 5000" in _reason(resolved, "scheduler.max_num_batched_tokens").why
     assert resolved.config.device.platform == "cpu"
     assert "not nvidia: " in _reason(resolved, "device.platform").why

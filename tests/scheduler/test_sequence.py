@@ -1,6 +1,8 @@
 import pytest
 
+from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.errors import RequestError
+from deepinfer.scheduler.budget import decode_rows
 from deepinfer.scheduler.sequence import Sequence, Status
 
 
@@ -25,10 +27,20 @@ def test_impossible_requests_are_refused_with_the_field(values, field):
 def test_limit_counts_tokens_that_are_being_sampled():
     sequence = running(max_tokens=3)
     sequence.append_tokens([7])
-    sequence.num_pending = 1
-    assert not sequence.is_at_limit
-    sequence.num_pending = 2
+    sequence.num_pending = 5
+    assert not sequence.is_at_limit, "rows in flight give one token for sure"
+    sequence.append_tokens([8])
     assert sequence.is_at_limit
+
+
+def test_rows_of_a_decode_step_stop_at_the_limits():
+    config = SchedulerConfig(num_speculative_tokens=4)
+    assert decode_rows(config, running(max_tokens=100)) == 5
+    assert decode_rows(config, running(max_tokens=3)) == 3, "more drafts could not be used"
+    assert decode_rows(config, running(max_tokens=1)) == 1
+    long = running(num_prompt=4, max_model_len=7)
+    long.append_tokens([7])
+    assert decode_rows(config, long) == min(5, 7 - long.num_scheduled)
 
 
 def test_a_sequence_may_grow_one_token_beyond_its_rows():
