@@ -1,6 +1,8 @@
-"""Generate text for a few prompts with the checkpoint that DEEPINFER_HF_MODEL_DIR names.
+"""Generate text for a few prompts, as one batch.
 
-DEEPINFER_HF_MODEL_DIR=/path/to/checkpoint python examples/offline_inference.py "Once upon a time"
+python examples/offline_inference.py "Once upon a time"
+
+The checkpoint is the one that DEEPINFER_HF_MODEL_DIR names, or the small default model.
 """
 
 from __future__ import annotations
@@ -9,20 +11,17 @@ import os
 import sys
 
 from deepinfer import LLM, SamplingParams
+from deepinfer.entrypoints.default_model import default_model
 
 PROMPTS = ["Once upon a time", "The capital of France is", "def fibonacci(n):"]
 
 
 def main(prompts: list[str]) -> int:
-    model = os.environ.get("DEEPINFER_HF_MODEL_DIR")
-    if not model:
-        print("Set DEEPINFER_HF_MODEL_DIR to a checkpoint directory; `make demo` makes a small one.", file=sys.stderr)
-        return 2
-    llm = LLM(model=model, max_num_seqs=8)
-    texts = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=32))
-    for prompt, text in zip(prompts, texts, strict=True):
-        print(f"{prompt!r}\n  -> {text!r}")
-    llm.close()
+    model = os.environ.get("DEEPINFER_HF_MODEL_DIR") or default_model()
+    with LLM(model=model, max_num_seqs=8) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=32))
+    for output in outputs:
+        print(f"{output.prompt!r}\n  -> {output.outputs[0].text!r} ({output.outputs[0].finish_reason})")
     return 0
 
 

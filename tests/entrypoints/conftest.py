@@ -13,7 +13,8 @@ from deepinfer.checkpoint.random_checkpoint import make_random_checkpoint
 from deepinfer.checkpoint.tiny import tiny_config
 from deepinfer.entrypoints.llm import LLM
 
-SMALL = {"max_model_len": 160, "max_num_seqs": 4, "num_threads": 1, "progress": False}
+SMALL = {"max_model_len": 160, "max_num_seqs": 4, "num_threads": 1, "num_speculative_tokens": 0, "progress": False}
+"""Drafts of random weights are never right, so speculation only costs time here; one test turns it on."""
 
 
 @pytest.fixture(autouse=True)

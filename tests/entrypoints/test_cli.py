@@ -18,7 +18,7 @@ from deepinfer.entrypoints.cli import COMMANDS, build_parser, main
 from deepinfer.entrypoints.llm import LLM
 from deepinfer.sampling.params import SamplingParams
 
-FAST = ["--max-model-len", "160", "--max-num-seqs", "4", "--num-threads", "1"]
+FAST = ["--max-model-len", "160", "--max-num-seqs", "4", "--num-threads", "1", "--num-speculative-tokens", "0"]
 GREEDY = ["--temperature", "0", "--max-tokens", "5", "--ignore-eos"]
 
 

@@ -162,6 +162,15 @@ def test_a_stream_adds_up_to_what_generate_gives(llm, prompt):
     assert deltas[-1].finish_reason == completion.finish_reason == "length"
 
 
+def test_streams_and_texts_do_not_depend_on_speculation(model_path, llm):
+    params = SamplingParams(seq_seed=3, max_tokens=8, ignore_eos=True)
+    with LLM(model_path, **{**SMALL, "num_speculative_tokens": 3}) as speculating:
+        deltas = list(speculating.stream("The sea", params))
+    (plain,) = _generate(llm, "The sea", params)
+    assert "".join(delta.text for delta in deltas) == plain.outputs[0].text
+    assert [token for delta in deltas for token in delta.token_ids] == plain.outputs[0].token_ids
+
+
 def test_a_stream_of_several_outputs_tells_them_apart(llm):
     params = SamplingParams(n=2, seq_seed=1, max_tokens=6, ignore_eos=True)
     (output,) = _generate(llm, "The sea", params)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepinfer.checkpoint.inspect import summarize_config
 from deepinfer.config.cache_size import size_cache
 from deepinfer.config.env import read_environment
 from deepinfer.config.layer_slice import model_config_of
@@ -22,6 +23,9 @@ from deepinfer.errors import EngineError
 from deepinfer.kvcache.sizing import cache_sizes
 from deepinfer.ops.registry import parse_pins, select_ops
 from deepinfer.platforms.selection import PREFERENCE, select_platform
+
+_WEIGHT_BYTES = 8
+"""The CPU operators keep weights in float64, whatever their stored format is."""
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "deepseek-recipe", "tqdm", "rich")
 _OPTIONAL = ("triton", "matplotlib", "torch-npu", "pytest", "hypothesis")
@@ -124,17 +128,23 @@ def _leaves(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 def _memory(resolved: Resolved, namespace: argparse.Namespace) -> list[str]:
     config = resolved.config
-    sizes = cache_sizes(model_config_of(config.model), config.numerics)
+    model = model_config_of(config.model)
+    sizes = cache_sizes(model, config.numerics)
+    available = select_platform(config.device.platform).available_memory_bytes()
+    weights = summarize_config(model).backbone.num_parameters * _WEIGHT_BYTES
     num_slots = num_state_slots(config.scheduler.max_num_seqs)
     sized, reason = size_cache(
         config,
         bytes_per_block=sizes.block_bytes,
         fixed_bytes=num_slots * sizes.slot_bytes,
-        available_bytes=select_platform(config.device.platform).available_memory_bytes(),
+        available_bytes=available,
     )
     num_blocks = sized.cache.num_blocks or 0
     total = num_slots * sizes.slot_bytes + num_blocks * sizes.block_bytes
+    verdict = "" if weights + total <= available else ": NOT enough together with the caches, loading will fail"
     return [
+        f"weights of the text model in float64: {weights:,} bytes",
+        f"free memory: {available:,} bytes{verdict}",
         *sizes.explain().splitlines(),
         f"state slots: {num_slots} x {sizes.slot_bytes:,} = {num_slots * sizes.slot_bytes:,} bytes",
         f"KV blocks: {num_blocks} x {sizes.block_bytes:,} = {num_blocks * sizes.block_bytes:,} bytes",
