@@ -92,6 +92,19 @@ def test_first_token_follows_the_formula():
     torch.testing.assert_close(out.acceptance, torch.full((count, 1), overlap), atol=5e-3, rtol=0)
 
 
+def test_what_is_drawn_after_a_rejection_knows_nothing_of_the_accept_test():
+    """Half of the drafts are rejected, exactly those with a large uniform; the two tokens left are equally likely."""
+    count = 4000
+    q, p = torch.tensor([0.25, 0.25, 0.5]), torch.tensor([0.0, 0.0, 1.0])
+    out = _verify(q.log().expand(2 * count, -1), p.log().expand(count, -1), [[2]] * count, [2] * count)
+    counts = torch.bincount(out.token_ids[:, 0], minlength=3).tolist()
+    statistic, freedom = chi_square(counts, q.tolist())
+    assert statistic < chi_square_bound(freedom)
+    bonus = torch.bincount(out.token_ids[out.num_accepted == 1, 1], minlength=3).tolist()
+    statistic, freedom = chi_square(bonus, q.tolist())
+    assert statistic < chi_square_bound(freedom)
+
+
 @pytest.mark.parametrize("num_slots", [1, 4])
 def test_golden_tokens_are_reproduced_and_gaps_are_free(num_slots):
     world = random_world(6, seed=4)
