@@ -178,7 +178,7 @@ OPTIONS: tuple[Option, ...] = (
         field="speculation.temperatures",
         kind=Kind.FLOATS,
         default=(),
-        help="Calibration of the draft's confidence: one number, or one per draft. Empty: as the checkpoint says, or 1.",
+        help="Calibration of the draft's confidence: one number, or one per draft. Empty: the checkpoint's, or 1.",
     ),
     Option(
         name="batch_invariant",

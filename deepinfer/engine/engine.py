@@ -427,5 +427,5 @@ class Engine:
             assert not branch.builder.output.finished, f"{sequence_id} is finished but not let go"
             assert self._requests[request.request_id] is request, f"{sequence_id} belongs to a forgotten request"
             branch.sampling.check()
-        if not self._requests:
+        if not self._requests and self._previous is None:
             assert not self.scheduler.has_work(), "the scheduler holds sequences of no request"
