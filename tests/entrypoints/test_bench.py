@@ -85,6 +85,7 @@ def test_work_per_token_is_constant_but_for_the_scan():
     ("arguments", "said"),
     [
         (["--steps", "0"], "--steps is 0"),
+        (["--repeats", "0"], "--repeats is 0"),
         (["--steps", "500", "--max-model-len", "160", "--lengths", ""], "--steps is 500"),
         (["--json", "/nowhere/x.json"], "/nowhere"),
     ],

