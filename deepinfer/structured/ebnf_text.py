@@ -19,6 +19,7 @@ from deepinfer.structured.terms import (
 )
 
 ROOT = "root"
+_ASCII = CharSet.of([(0, 0x7F)])
 
 
 def to_ebnf(rules: Mapping[str, Term]) -> str | None:
@@ -84,10 +85,18 @@ def _count(low: int, high: int | None) -> str:
 
 
 def _class(chars: CharSet) -> str:
-    spelled = [
-        _escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}" for first, last in chars.intervals
-    ]
-    return f"[{''.join(spelled)}]"
+    """A character class; ASCII and the rest apart.
+
+    With both in one class, xgrammar 0.2.9 allows tokens after an optional part that its matcher then rejects: for
+    ``[a-f]? [^a-z] "b"`` the mask at the start contains ``ex``.
+    """
+    parts = [part for part in (chars & _ASCII, chars - _ASCII) if part]
+    spelled = [f"[{''.join(_interval(*interval) for interval in part.intervals)}]" for part in parts]
+    return spelled[0] if len(spelled) == 1 else f"({' | '.join(spelled)})"
+
+
+def _interval(first: int, last: int) -> str:
+    return _escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}"
 
 
 def _escaped(code: int) -> str:

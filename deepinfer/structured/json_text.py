@@ -77,7 +77,7 @@ def schema_text(schema: object) -> str:
         SchemaError: it is none of these, or holds something that JSON does not have.
     """
     if isinstance(schema, str):
-        return to_text(parse_schema(schema))
+        return _canonical(schema)
     if not isinstance(schema, (bool, Mapping)):
         raise SchemaError("schema", schema, why="a schema is an object or a boolean", fix="give a dict or JSON text")
     try:
@@ -88,7 +88,20 @@ def schema_text(schema: object) -> str:
         raise SchemaError("schema", "a deeply nested schema", why=why, fix="use $ref for what repeats") from error
     except (TypeError, ValueError) as error:
         raise SchemaError("schema", schema, why=f"it can't be written as JSON ({error})", fix="correct it") from error
-    return to_text(parse_schema(text))
+    return _canonical(text)
+
+
+def _canonical(text: str) -> str:
+    value = parse_schema(text)
+    if not isinstance(value, (bool, dict)):
+        raise SchemaError("schema", text, why="a schema is an object or a boolean", fix="write an object")
+    canonical = to_text(value)
+    try:
+        canonical.encode("utf-8")
+    except UnicodeEncodeError as error:
+        why = "half of a surrogate pair is no character"
+        raise SchemaError("schema", "text with a surrogate", why=why, fix="remove it") from error
+    return canonical
 
 
 def _require_text_keys(value: object) -> None:

@@ -95,7 +95,7 @@ class GrammarMatcher:
                     return False
                 after = self._after_match(state.pattern, state.matched + 1, Mode.FORCED)
             case Mode.GRAMMAR:
-                if not self._native.accept_token(int(token), False):
+                if not self._accept_in_grammar(token):
                     return False
                 used_grammar = True
                 after = _State(Mode.FINISHED) if token == self.vocabulary.eos_id else state
@@ -107,6 +107,13 @@ class GrammarMatcher:
         self._state = after
         self.num_tokens += 1
         return True
+
+    def _accept_in_grammar(self, token: int) -> bool:
+        # The library would print a warning for a token without text, and drafts can be any.
+        has_text = 0 <= token < self.vocabulary.size and bool(self.vocabulary.token_bytes[token])
+        if not has_text and token != self.vocabulary.eos_id:
+            return False
+        return bool(self._native.accept_token(int(token), False))
 
     def _after_free(self, state: _State, token: int) -> _State:
         pattern = self.start.patterns[state.pattern]

@@ -75,15 +75,15 @@ def allowed_ids(matcher: GrammarMatcher) -> list[int] | None:
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
 
 
-def pick(allowed: list[int], rng: random.Random, hurry: bool) -> int:
-    """A random allowed token; in a hurry one that brings the end nearer."""
+def pick(allowed: list[int], rng: random.Random, hurry: bool, closing_bytes: bytes = _CLOSING) -> int:
+    """A random allowed token; in a hurry one that brings the end nearer: EOS or ``closing_bytes``."""
     eos = vocabulary().eos_id
     if hurry:
         if eos in allowed:
             return eos
-        closing = [byte_ids()[byte] for byte in _CLOSING if byte_ids()[byte] in allowed]
+        closing = [byte_ids()[byte] for byte in closing_bytes if byte_ids()[byte] in allowed]
         if closing and rng.random() < 0.9:
-            return closing[0]
+            return rng.choice(closing)
     # Uniform over tokens would be mostly letters: give marks and digits, of which structure is made, a fair share.
     if rng.random() < 0.4:
         marks = [index for index in allowed if not vocabulary().token_bytes[index].isalpha()]
@@ -91,14 +91,17 @@ def pick(allowed: list[int], rng: random.Random, hurry: bool) -> int:
     return rng.choice(allowed)
 
 
-def random_walk(matcher: GrammarMatcher, rng: random.Random, hurry_after: int = 40, limit: int = 2000) -> list[int]:
-    """Tokens chosen at random among those allowed, up to EOS, which is the last of them."""
+def random_walk(
+    matcher: GrammarMatcher, rng: random.Random, hurry_after: int = 40, closing: bytes = _CLOSING, limit: int = 600
+) -> list[int] | None:
+    """Tokens chosen at random among those allowed, up to EOS, which is the last of them; None after ``limit``."""
     ids: list[int] = []
     while not matcher.is_finished:
-        assert len(ids) < limit, f"no end after {text_of(ids)[-200:]!r}"
+        if len(ids) == limit:
+            return None
         allowed = allowed_ids(matcher)
-        assert allowed, f"dead end after {text_of(ids)!r}"
-        token = pick(allowed, rng, len(ids) >= hurry_after)
+        assert allowed, f"dead end after {ids}"
+        token = pick(allowed, rng, len(ids) >= hurry_after, closing)
         assert matcher.accept(token), f"the mask allows {token}, the matcher does not"
         ids.append(token)
     return ids
