@@ -102,7 +102,13 @@ def as_plain(value: Any) -> Any:
         return {str(key): as_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return short_path(value) if isinstance(value, Path) else value
+
+
+def short_path(path: Path) -> str:
+    """A path for a record that others read: the home directory is ``~``."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
 def _processor() -> str:

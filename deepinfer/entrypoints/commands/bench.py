@@ -13,7 +13,13 @@ from deepinfer.checkpoint.tiny import tiny_config
 from deepinfer.engine.engine import Engine
 from deepinfer.entrypoints.benchmark.measure import measure_decode, measure_prefill, peak_rss_bytes
 from deepinfer.entrypoints.benchmark.plot import plot_record, require_matplotlib
-from deepinfer.entrypoints.benchmark.record import decode_rows, environment_record, load_average, prefill_rows
+from deepinfer.entrypoints.benchmark.record import (
+    decode_rows,
+    environment_record,
+    load_average,
+    prefill_rows,
+    short_path,
+)
 from deepinfer.entrypoints.benchmark.tables import render
 from deepinfer.entrypoints.default_model import cached_random_model
 from deepinfer.entrypoints.engine_args import add_model_arguments, load_llm, names_model
@@ -78,7 +84,7 @@ def measure(engine: Engine, namespace: argparse.Namespace) -> dict[str, Any]:
     sizes = cache_sizes(engine.model_config, config.numerics)
     assert config.cache.num_blocks is not None
     return {
-        "model": str(config.model.path),
+        "model": short_path(config.model.path),
         "num_threads": config.device.num_threads,
         "command": shlex.join(["deepinfer", *sys.argv[1:]]),
         "seed": seed,
