@@ -146,6 +146,23 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredConfig:
+    """What compiling the grammars of structured output may cost."""
+
+    timeout_s: float
+    num_workers: int
+    cache_bytes: int
+    """0 or less keeps every compiled grammar."""
+    uses_cache: bool
+
+    def __post_init__(self) -> None:
+        value = self.timeout_s
+        _require(value > 0, "grammar_timeout_s", value, "a compile takes time", "give a positive number of seconds")
+        number = self.num_workers
+        _require(number >= 1, "grammar_workers", number, "somebody has to compile", "give a number >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
     """Sampling of a request that brings no parameters of its own, and the ids that nobody gets."""
 
@@ -193,6 +210,7 @@ class EngineConfig:
     prefill: PrefillConfig
     speculation: SpeculationConfig
     batch_invariant: bool
+    structured: StructuredConfig
     cache: CacheConfig
     sampling: SamplingConfig
     observe: ObserveConfig

@@ -101,7 +101,9 @@ VARIABLES: tuple[Variable, ...] = (
     _unused("ENGRAM_FORCE_GPU_STORAGE", Kind.BOOL, "0", "N-gram tables in device memory.", harmless=(False,)),
     _unused("JIT_CACHE_DIR", Kind.PATH, "unset", "Where compiled kernels are kept."),
     _unused("DECODE_PERF_CACHE_DIR", Kind.PATH, "unset", "Where measured step times are kept."),
-    _unused("XGRAMMAR_TIMEOUT", Kind.INT, "20", "Seconds that a grammar may compile (structured output)."),
+    _used("XGRAMMAR_TIMEOUT", "grammar_timeout_s", Kind.FLOAT, "Seconds that a grammar may compile.", "20"),
+    _used("SO_BUILDER_CPUS", "grammar_workers", Kind.INT, "Processes that compile grammars.", "2"),
+    _used("XGRAMMAR_CACHE_LIMIT_BYTES", "grammar_cache_bytes", Kind.INT, "Compiled grammars that are kept.", "1073741824"),
 )
 
 # Tuning and debugging knobs of the vendor's engine (engine spec 1.10, classes T and I) with no counterpart here.
@@ -111,7 +113,7 @@ WITHOUT_COUNTERPART: frozenset[str] = frozenset(
     CUDAGRAPH_BATCH_SIZE_INTERVAL DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL DFLASH_ENFORCE_EAGER PREFILL_ATTEMPT_INTERVAL
     PREFILL_ANY_ATTEMPT_INTERVAL PREFILL_MAX_SUM_SEQLEN_K INDEX_ATTN_MEMORY_LIMIT MAX_BACKTRACKING_TOKENS
     NUM_STATE_SLOTS_RATIO PREFILL_STORE_EXTRA_STATE PREFILL_STORE_EXTRA_SIZE SAMPLER_FORCE_TOPK
-    COMPUTE_SUM_SMALLER_PROBS XGRAMMAR_DISABLE_CACHE XGRAMMAR_CACHE_LIMIT_BYTES XGRAMMAR_DEBUG SO_BUILDER_CPUS
+    COMPUTE_SUM_SMALLER_PROBS XGRAMMAR_DISABLE_CACHE XGRAMMAR_DEBUG
     USE_MULTIMODAL_POOL MULTIMODAL_POOL_SIZE_GB MULTI_MODAL_BUFFER_SIZE MULTI_MODAL_WORKER_TIMEOUT NCCL_NUM_SMS
     USERBUFFER_COMM_SMS GLOO_TIMEOUT ENGRAM_PAD_TOKEN MOE_LB_STAT_INTERVAL FORCE_IMBALANCE_RATIO FORCE_LOAD_BALANCE
     SHOW_EPLB_DETAIL NCCL_MEMORY_SAMPLE_INTERVAL_STEPS RINGBUFFER_WARNING_INTERVAL GC_INTERVAL_STEP

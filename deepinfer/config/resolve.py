@@ -19,6 +19,7 @@ from deepinfer.config.engine import (
     ObserveConfig,
     SamplingConfig,
     SpeculationConfig,
+    StructuredConfig,
 )
 from deepinfer.config.env import Environment
 from deepinfer.config.layer_slice import model_config_of
@@ -93,6 +94,12 @@ def resolve(args: Mapping[str, Any], env: Environment) -> Resolved:
         scheduler=scheduler,
         speculation=speculation,
         batch_invariant=values["batch_invariant"],
+        structured=StructuredConfig(
+            timeout_s=values["grammar_timeout_s"],
+            num_workers=values["grammar_workers"],
+            cache_bytes=values["grammar_cache_bytes"],
+            uses_cache=values["grammar_cache"],
+        ),
         prefill=_prefill(values, model_config, speculation.num_tokens),
         cache=_cache(values, device, reasons),
         sampling=_sampling(values, model_config),

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.model import ModelConfig
-from deepinfer.engine.output_builder import FINISH_ERROR, OutputBuilder, token_logprobs
+from deepinfer.engine.grammars import Grammars, compiler_limits
+from deepinfer.engine.intake import check_prompt_ids, make_branches
+from deepinfer.engine.output_builder import FINISH_ERROR, token_logprobs
 from deepinfer.engine.outputs import RequestOutput, StreamDelta, TokenLogprobs
 from deepinfer.engine.prefix_setup import prefix_state, refuse_truncated_logprobs
 from deepinfer.engine.prompt_scorer import score_prompts
@@ -23,18 +25,19 @@ from deepinfer.errors import RequestError
 from deepinfer.messages import StepPlan
 from deepinfer.observe.step_timer import StepTimer
 from deepinfer.sampling.params import SamplingParams
-from deepinfer.sampling.random import child_seed
 from deepinfer.sampling.sampler import SamplerOutput
-from deepinfer.sampling.state import SamplingState
 from deepinfer.scheduler.admission import PromptTooLongError
 from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.scheduler.sequence import FINISH_ABORT, Sequence
+from deepinfer.structured.spec import StructuredSpec
 from deepinfer.tokenizer.tokenizer import Tokenizer
-from deepinfer.worker.worker import Launched, SequenceTokens, StepTokens, Worker
+from deepinfer.worker.worker import Launched, RowOwner, SequenceTokens, StepTokens, Worker
 
 logger = logging.getLogger(__name__)
 
 FINISH_PROMPT_TOO_LONG = "prompt_length_exceeded"
+_GRAMMAR_WAIT_S = 0.05
+"""Longest sleep of a step that has nothing to do but wait for a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Engine:
         self.timer: StepTimer = worker.runner.timer
         self.statistics = EngineStatistics(config.observe, config.speculation.num_tokens)
         self._previous: InFlight | None = None
+        self._grammars = Grammars(tokenizer, compiler_limits(config.structured), 2 + 2 * config.speculation.num_tokens)
         self._requests: dict[str, Request] = {}
         self._branches: dict[str, tuple[Request, Branch]] = {}
         self._scoring: dict[str, Request] = {}
@@ -110,22 +114,32 @@ class Engine:
         Raises:
             RequestError: empty prompt, an id out of range, parameters that don't fit the model, or an id in use.
         """
-        ids = self.check_prompt_ids(prompt_ids, "prompt_token_ids")
-        self.check_params(params)
+        ids = check_prompt_ids(prompt_ids, "prompt_token_ids", self.model_config.text.vocab_size)
+        spec = self.check_params(params)
         if request_id is None:
             request_id = next(name for name in map(str, self._numbers) if name not in self._requests)
         elif request_id in self._requests:
             raise RequestError("request_id", request_id, why="a live request has this id", fix="choose another id")
-        request = Request(request_id, prompt, ids, params)
-        self._make_branches(request)
+        request = Request(request_id, prompt, ids, params, cache_salt=cache_salt)
+        seed = self._seeds.getrandbits(64) if params.seq_seed is None else params.seq_seed
+        make_branches(request, seed, self._serials, self.config, self.model_config, self.tokenizer)
+        if spec is not None:
+            self._grammars.submit(request_id, spec, ids)
         self._requests[request_id] = request
+        if spec is None:
+            self._enqueue(request)
+        return request_id
+
+    def _enqueue(self, request: Request) -> None:
+        """Hand a request's outputs to the scheduler."""
+        params = request.params
         try:
             for branch in request.branches:
                 sequence = Sequence(
                     request_id=branch.sequence_id,
-                    prompt_ids=ids,
+                    prompt_ids=request.prompt_ids,
                     max_tokens=params.max_tokens,
-                    prefix=prefix_state(params, cache_salt),
+                    prefix=prefix_state(params, request.cache_salt),
                 )
                 self.scheduler.add(sequence)
                 self._branches[branch.sequence_id] = (request, branch)
@@ -134,70 +148,39 @@ class Engine:
             self._note_change(request)
         if request.prompt_logprobs is not None and not request.finished:
             self._scoring[request.branches[0].sequence_id] = request
-        return request_id
 
-    def check_prompt_ids(self, ids: Items[int], field: str) -> tuple[int, ...]:
-        """``ids`` as plain integers.
+    def _admit_compiled(self) -> None:
+        """Queue the requests whose grammar is ready; end those whose grammar failed."""
+        if not self._grammars.num_waiting:
+            return
+        if not self.scheduler.has_work() and self._previous is None:
+            self._grammars.wait(_GRAMMAR_WAIT_S)
+        for done in self._grammars.poll({name: len(request.branches) for name, request in self._requests.items()}):
+            request = self._requests[done.request_id]
+            if done.failure is not None:
+                request.fail(done.failure.message, done.failure.kind)
+                self._note_change(request)
+                continue
+            for branch, matcher in zip(request.branches, done.matchers, strict=True):
+                branch.grammar = matcher
+            self._enqueue(request)
 
-        Raises:
-            RequestError: none at all, or one that is no integer or out of range; names ``field`` or ``field[index]``.
-        """
-        vocab = self.model_config.text.vocab_size
-        checked = []
-        for index, token in enumerate(ids):
-            try:
-                value = token.__index__()
-            except (AttributeError, TypeError):
-                value = -1
-            if isinstance(token, bool) or not 0 <= value < vocab:
-                raise RequestError(
-                    f"{field}[{index}]",
-                    token,
-                    why="there is no such token",
-                    fix=f"token ids are integers from 0 to {vocab - 1}",
-                )
-            checked.append(value)
-        if not checked:
-            raise RequestError(field, [], why="a prompt holds at least one token", fix="send a token, for example BOS")
-        return tuple(checked)
-
-    def check_params(self, params: SamplingParams) -> None:
-        """Raise RequestError if the parameters don't fit this model and engine."""
-        params.validate_for(self.model_config.text.vocab_size)
+    def check_params(self, params: SamplingParams) -> StructuredSpec | None:
+        """The grammar that a request asks for, if any. Raises RequestError if its parameters don't fit this engine."""
+        params.validate_for(self.model_config.text.vocab_size, supports_structured_output=True)
         if params.stop and self.tokenizer is None:
             raise RequestError(
                 "stop", params.stop, why="this engine has no tokenizer to find text with", fix="use stop_token_ids"
             )
         refuse_truncated_logprobs(params, self.config.prefill)
-
-    def _make_branches(self, request: Request) -> None:
-        params = request.params
-        seed = self._seeds.getrandbits(64) if params.seq_seed is None else params.seq_seed
-        for index in range(params.n):
-            builder = OutputBuilder(
-                index,
-                params,
-                self.tokenizer,
-                self.model_config.eos_token_id,
-                len(request.prompt_ids),
-                self.config.scheduler.max_model_len,
-            )
-            sampling = SamplingState(
-                params,
-                request.prompt_ids,
-                vocab_size=self.model_config.text.vocab_size,
-                eos_id=self.model_config.eos_token_id,
-                seed=child_seed(seed, index),
-            )
-            # Never used twice: a result that arrives late must not find a newer request of the same name.
-            name = f"{request.request_id}#{index}.{next(self._serials)}"
-            request.branches.append(Branch(name, builder, sampling))
+        return self._grammars.check(params)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; its outputs so far stay. Returns False if there is none."""
         request = self._requests.get(request_id)
         if request is None:
             return False
+        self._grammars.cancel(request_id)
         for branch in request.branches:
             self._end_branch(request, branch, FINISH_ABORT)
         return True
@@ -229,6 +212,7 @@ class Engine:
         With asynchronous scheduling a step is planned and launched before the step before it is committed, so results
         come one step later; the order of the calls is otherwise the same.
         """
+        self._admit_compiled()
         with self.timer.phase("schedule"):
             plan = self.scheduler.schedule()
             verify_rows = self.planner.total_rows(plan) if self.planner is not None else None
@@ -281,7 +265,7 @@ class Engine:
             return step
         chunks = [chunk for chunk in step.plan.chunks if chunk.num_sampled]
         owners = [self._branches.get(chunk.request_id) for chunk in chunks]
-        states = [None if owner is None else owner[1].sampling for owner in owners]
+        states = [None if owner is None else RowOwner(owner[1].sampling, owner[1].grammar) for owner in owners]
         if self.planner is not None:
             self.planner.drafted(chunks, self._branches)
         try:
@@ -346,6 +330,11 @@ class Engine:
         num_added = 0
         for row, token in enumerate(found.token_ids, start=found.first_row):
             entry = self._logprobs_of(request, report, row, token) if request.params.wants_logprobs else None
+            if branch.grammar is not None and not branch.grammar.accept(token):
+                self._fail_sequence(
+                    sequence.request_id, f"token {token} was sampled, and the grammar does not allow it"
+                )
+                return
             branch.sampling.append((token,))
             num_added += 1
             if branch.builder.add(token, entry):
@@ -418,6 +407,11 @@ class Engine:
             if request.finished:
                 self._requests.pop(request.request_id, None)
         return changed
+
+    def close(self) -> None:
+        """End the processes and threads of structured output."""
+        self._grammars.close()
+        self.worker.close()
 
     def check(self) -> None:
         """Raise AssertionError if the engine and its scheduler contradict each other."""

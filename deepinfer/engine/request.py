@@ -9,6 +9,7 @@ from deepinfer.engine.output_builder import FINISH_ERROR, OutputBuilder
 from deepinfer.engine.outputs import RequestMetrics, RequestOutput, TokenLogprobs
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.state import SamplingState
+from deepinfer.structured.matcher import GrammarMatcher
 
 
 @dataclass(slots=True)
@@ -18,6 +19,8 @@ class Branch:
     sequence_id: str
     builder: OutputBuilder
     sampling: SamplingState
+    grammar: GrammarMatcher | None = None
+    """Where the output stands in its grammar; advanced when tokens are committed."""
 
 
 @dataclass(slots=True)
@@ -28,6 +31,8 @@ class Request:
     prompt: str | None
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    cache_salt: str = ""
+    """Cached prefixes are shared among requests with the same salt only."""
     branches: list[Branch] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Filled front to back while the prompt is computed; the first entry is None."""

@@ -80,7 +80,9 @@ class LLM:
         return self.engine.tokenizer
 
     def close(self) -> None:
-        """Give back the memory. Safe to call twice."""
+        """Give back the memory and end the processes of structured output. Safe to call twice."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
 
     def __enter__(self) -> LLM:

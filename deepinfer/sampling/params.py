@@ -116,6 +116,8 @@ class SamplingParams:
     """Seed of the request's random numbers, taken modulo 2**64; None draws 64 random bits."""
     so_args: Mapping[str, Any] | None = None
     """Structured output: a dict with schema_type, schema and optionally trigger_token_ids, bound_token_id."""
+    structured: Any = None
+    """Structured output, the friendlier way: a JsonSchema, Regex, Ebnf or Choice; not together with so_args."""
     golden_token_ids: Sequence[int] | None = None
     """Teacher forcing: output i is golden_token_ids[i]; -1 and positions beyond the list are sampled."""
     skip_special_tokens: bool = True

@@ -1,7 +1,8 @@
 """``GrammarCompiler``: grammars for requests, compiled in worker processes without ever blocking the engine.
 
 The compiled grammar comes back serialised and is rebuilt here. Rebuilding takes a small part of the time of compiling,
-in a thread and without the interpreter lock, and is bounded by the size limit; compiling again would not be.
+in a thread and without the interpreter lock, and is bounded by the size limit; compiling again would not be. A worker
+also measures some masks, since those are computed in the engine.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class CompilerLimits:
     """Longest text of a grammar."""
     max_compiled_bytes: int = 128 << 20
     """Largest compiled grammar, serialised."""
+    max_mask_s: float = 0.5
+    """Longest time that one mask may take, measured by the worker."""
     shows_messages: bool = False
     """Let workers write to standard error (``DEEPINFER_XGRAMMAR_DEBUG``)."""
 
@@ -218,6 +221,7 @@ class GrammarCompiler:
             memory_bytes=limits.memory_bytes,
             max_grammar_bytes=limits.max_grammar_bytes,
             max_compiled_bytes=limits.max_compiled_bytes,
+            max_mask_s=limits.max_mask_s,
         )
         worker = WorkerHandle(settings, limits.shows_messages)
         thread = threading.Thread(target=self._serve, args=(worker,), name="grammar-worker", daemon=True)

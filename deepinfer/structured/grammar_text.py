@@ -10,7 +10,7 @@ from deepinfer.structured.json_text import parse_schema
 from deepinfer.structured.problems import SchemaError
 from deepinfer.structured.regex_parser import regex_term
 from deepinfer.structured.schema_grammar import json_rules
-from deepinfer.structured.terms import Literal, choice
+from deepinfer.structured.text_tree import choice_of_texts
 
 
 class GrammarKey(NamedTuple):
@@ -39,7 +39,7 @@ def grammar_text(key: GrammarKey) -> tuple[str, str]:
         case "regex":
             rules = {ROOT: regex_term(key.text, "regex")}
         case "choice":
-            rules = {ROOT: choice(Literal(option) for option in json.loads(key.text))}
+            rules = {ROOT: choice_of_texts(json.loads(key.text))}
         case _:
             raise AssertionError(f"unknown {key.kind=}")
     text = to_ebnf(rules)

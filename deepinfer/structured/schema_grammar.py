@@ -28,6 +28,7 @@ from deepinfer.structured.schema_members import MemberRules, Property
 from deepinfer.structured.schema_merge import SchemaMerger, type_names
 from deepinfer.structured.string_formats import FORMATS
 from deepinfer.structured.terms import EMPTY, NOTHING, Literal, Repeat, Rule, Term, choice, optional, repeat, sequence
+from deepinfer.structured.text_tree import choice_of_texts
 from deepinfer.structured.whitespace import LAYOUTS, Layout
 
 MAX_RULES = 50_000
@@ -186,7 +187,9 @@ class SchemaGrammar:
         values = [value for value in values if kind_of(value) in kinds]
         if not values:
             raise UnsatisfiableError(path, schema, "no listed value is of the type")
-        return choice(self._spelled(value) for value in values)
+        scalars = [value for value in values if not isinstance(value, (dict, list))]
+        containers = [self._spelled(value) for value in values if isinstance(value, (dict, list))]
+        return choice([*([choice_of_texts(map(to_text, scalars))] if scalars else []), *containers])
 
     def _spelled(self, value: Json) -> Term:
         """One value."""

@@ -8,6 +8,8 @@ from deepinfer.structured.problems import SchemaError, UnsatisfiableError
 from deepinfer.structured.terms import NOTHING, Literal, Rule, Term, choice, repeat, sequence
 from deepinfer.structured.whitespace import Layout
 
+MAX_MEMBER_RULES = 20_000
+
 
 @dataclass(frozen=True, slots=True)
 class Property:
@@ -57,6 +59,9 @@ class MemberRules:
         # Past this many members, their number changes nothing any more.
         cap = max(1, 0 if low <= num_required else low, 0 if high is None else high)
         num = len(self.properties)
+        if num * cap > MAX_MEMBER_RULES:
+            why = f"counting {num} properties up to {cap} takes more than {MAX_MEMBER_RULES} rules"
+            raise SchemaError(f"{path}.maxProperties", high, why=why, fix="remove the limits on their number")
         rules = {
             self._name(index, count): self._following(index, count, cap, low, high)
             for index in range(num)

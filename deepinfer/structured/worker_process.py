@@ -7,16 +7,22 @@ cannot do that for a program read from standard input. It never loads torch, so 
 from __future__ import annotations
 
 import os
+import random
 import resource
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from deepinfer.structured import native
 from deepinfer.structured.failures import INVALID_SCHEMA, SCHEMA_TOO_LARGE
 from deepinfer.structured.frames import read_frame, write_frame
 from deepinfer.structured.grammar_text import GrammarKey, grammar_text
 from deepinfer.structured.problems import SchemaError
+
+_PROBED_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,8 @@ class WorkerSettings:
     """Longest text of a grammar that is given to the library."""
     max_compiled_bytes: int
     """Largest compiled grammar, serialised."""
+    max_mask_s: float
+    """Longest time that one mask may take; they are computed in the engine, where nothing could stop them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,12 @@ def compile_one(key: GrammarKey, info: Any, settings: WorkerSettings) -> Compile
         text, root = grammar_text(key)
         if len(text) > settings.max_grammar_bytes:
             return Refused(SCHEMA_TOO_LARGE, f"the grammar has {len(text)} bytes, above {settings.max_grammar_bytes}")
-        compiled = str(native.compile_ebnf(info, text, root, settings.num_threads).serialize_json())
+        handle = native.compile_ebnf(info, text, root, settings.num_threads)
+        slowest_s = slowest_mask(handle, len(settings.token_bytes))
+        if slowest_s > settings.max_mask_s:
+            why = f"one mask of the {key.kind} takes {slowest_s:.2g} s, above {settings.max_mask_s:g} s"
+            return Refused(SCHEMA_TOO_LARGE, why)
+        compiled = str(handle.serialize_json())
     except SchemaError as error:
         return Refused(INVALID_SCHEMA, str(error))
     except RecursionError:
@@ -72,6 +85,24 @@ def compile_one(key: GrammarKey, info: Any, settings: WorkerSettings) -> Compile
         why = f"the compiled {key.kind} takes {len(compiled)} bytes, above {settings.max_compiled_bytes}"
         return Refused(SCHEMA_TOO_LARGE, why)
     return Compiled(compiled)
+
+
+def slowest_mask(handle: Any, vocab_size: int) -> float:
+    """Seconds that the slowest of some masks takes, along a random text of the language."""
+    matcher = native.bindings().GrammarMatcher(handle, None, False, -1, None)
+    row = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+    choose = random.Random(0)
+    slowest = 0.0
+    for _token in range(_PROBED_TOKENS):
+        start = time.perf_counter()
+        matcher.fill_next_token_bitmask(row, 0, False)
+        slowest = max(slowest, time.perf_counter() - start)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:vocab_size])
+        if not len(allowed) or not matcher.accept_token(int(choose.choice(allowed)), False):
+            break
+        if matcher.is_terminated():
+            break
+    return slowest
 
 
 def _library_message(error: RuntimeError) -> str:

@@ -15,7 +15,10 @@ from deepinfer.sampling.state import SamplingState
 from deepinfer.speculative.draft_distribution import DraftDistributions
 from deepinfer.speculative.draft_sampling import DraftSampler
 from deepinfer.speculative.drafts import Drafts
+from deepinfer.structured.masks import MaskBatch
+from deepinfer.structured.matcher import GrammarMatcher
 from deepinfer.worker.draft_batch import build_draft_batch
+from deepinfer.worker.grammar_walk import GrammarWalk
 from deepinfer.worker.model_runner import ModelRunner
 
 
@@ -46,11 +49,17 @@ class Drafter:
         self._temperatures = torch.tensor(temperatures, device=runner.device)
         self._sampler = sampler
         self._batches = batches
+        self._masks = MaskBatch(runner.config.vocab_size, runner.device)
         self._stored: dict[int, DraftDistributions] = {}
+
+    def close(self) -> None:
+        """End the threads that compute masks."""
+        self._masks.close()
 
     def propose(
         self,
         owners: Sequence[SamplingState],
+        grammars: Sequence[GrammarMatcher | None],
         slots: Sequence[int],
         anchors: Sequence[int],
         tokens: Sequence[Sequence[int]],
@@ -59,6 +68,7 @@ class Drafter:
 
         Args:
             owners: sampling state, not yet holding ``tokens``.
+            grammars: where each sequence stands in its grammar, likewise; left as they were found.
             slots: state slots. anchors: position of the last computed token.
             tokens: what this step emitted; the last one is drafted from.
         Returns:
@@ -71,10 +81,13 @@ class Drafter:
         batch = self._batches.build(owners, [anchor + 2 for anchor in anchors], tokens if uses_pending else None)
         positions = batch.positions
         drawn: list[DraftDistributions | None] = []
+        walk = GrammarWalk(grammars, tokens, self._masks)
 
         def choose(logits: Tensor, slot: int) -> Tensor:
-            chosen = self._sampler.sample(logits, replace(batch, positions=positions), positions + slot, slot)
+            masked = replace(batch, positions=positions, grammar=walk.masks())
+            chosen = self._sampler.sample(logits, masked, positions + slot, slot)
             drawn.append(chosen.distributions)
+            walk.advance(chosen.token_ids)
             return chosen.token_ids
 
         proposal = self.model.propose(
@@ -85,6 +98,7 @@ class Drafter:
             runner.caches,
             choose,
         )
+        walk.undo()
         distributions = Drafts.of_slots(proposal.token_ids.unbind(1), drawn).distributions
         if distributions is not None:
             own = torch.arange(self.num_drafts, device=device)

@@ -16,6 +16,8 @@ from deepinfer.sampling.state import SamplingState
 from deepinfer.speculative.allocation import allocate_on_host
 from deepinfer.speculative.drafts import NO_DRAFT, Drafts
 from deepinfer.speculative.verification import Verified, Verifier
+from deepinfer.structured.masks import MaskBatch, MaskRows
+from deepinfer.structured.matcher import GrammarMatcher
 from deepinfer.worker.drafter import Drafter
 from deepinfer.worker.model_runner import ModelRunner, StepResult
 from deepinfer.worker.slot_state import SlotState
@@ -28,6 +30,15 @@ class Launched:
     plan: StepPlan
     """As it really runs: placeholders filled in, rows of verification divided."""
     result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class RowOwner:
+    """The sequence that a chunk samples for."""
+
+    sampling: SamplingState
+    grammar: GrammarMatcher | None = None
+    """State after all committed tokens; left as it was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +93,13 @@ class Worker:
         self.drafter = drafter
         self._verifier = verifier
         self._batches = batches
+        self._masks = MaskBatch(runner.config.vocab_size, runner.device)
+
+    def close(self) -> None:
+        """End the threads that compute masks."""
+        self._masks.close()
+        if self.drafter is not None:
+            self.drafter.close()
 
     def launch(self, plan: StepPlan, verify_rows: int | None = None) -> Launched:
         """Start the forward of a plan with at least one chunk.
@@ -110,12 +128,12 @@ class Worker:
         return rows
 
     @torch.inference_mode()
-    def sample(self, step: Launched, states: Sequence[SamplingState | None]) -> StepTokens:
+    def sample(self, step: Launched, states: Sequence[RowOwner | None]) -> StepTokens:
         """Choose the tokens of a launched step and draft what may follow them.
 
         Args:
-            states: one per chunk that samples, in plan order; None for a sequence that has ended meanwhile, which
-                gets nothing.
+            states: owners, one per chunk that samples, in plan order; None for a sequence that has ended meanwhile:
+                it gets nothing.
         """
         chunks, owners, rows = self._sampled_rows(step, states)
         if not chunks:
@@ -132,11 +150,11 @@ class Worker:
         return StepTokens(found, verified.rows, survivals)
 
     def _sampled_rows(
-        self, step: Launched, states: Sequence[SamplingState | None]
-    ) -> tuple[list[Chunk], list[SamplingState], Tensor]:
+        self, step: Launched, states: Sequence[RowOwner | None]
+    ) -> tuple[list[Chunk], list[RowOwner], Tensor]:
         """Chunks that sample and are alive, their owners, and the rows of the step that they sample."""
         chunks: list[Chunk] = []
-        owners: list[SamplingState] = []
+        owners: list[RowOwner] = []
         places: list[int] = []
         end = 0
         sampling = [chunk for chunk in step.plan.chunks if chunk.num_sampled]
@@ -149,17 +167,20 @@ class Worker:
         rows = step.result.sample_rows
         return chunks, owners, rows if len(places) == end else rows[torch.tensor(places, dtype=torch.int64)]
 
-    def _verify(self, step: Launched, chunks: list[Chunk], owners: list[SamplingState], rows: Tensor) -> Verified:
+    def _verify(self, step: Launched, chunks: list[Chunk], owners: list[RowOwner], rows: Tensor) -> Verified:
         states, positions, pending = [], [], []
         for chunk, owner in zip(chunks, owners, strict=True):
             first = chunk.end - chunk.num_sampled  # position of the first sampled row
             drafts = chunk.token_ids[chunk.num_rows - chunk.num_sampled + 1 :]
             for offset in range(chunk.num_sampled):
-                states.append(owner)
+                states.append(owner.sampling)
                 positions.append(first + offset + 1)
                 pending.append(drafts[:offset])
-        uses_pending = any(owner.params.uses_penalties for owner in owners)
+        uses_pending = any(owner.sampling.params.uses_penalties for owner in owners)
         batch = self._batches.build(states, positions, pending if uses_pending else None)
+        masks = self._masks.compute(_mask_rows(chunks, owners))
+        if masks is not None:
+            batch = batch.with_grammar(masks)
         device = step.result.trunk.device
         logits = step.result.row_logits(rows)
         counts = torch.tensor([chunk.num_sampled for chunk in chunks], device=device)
@@ -195,16 +216,16 @@ class Worker:
                 self.slots.advance(chunk, emitted)
         return found
 
-    def _draft(
-        self, chunks: list[Chunk], owners: list[SamplingState], tokens: list[list[int]]
-    ) -> dict[str, list[float]]:
+    def _draft(self, chunks: list[Chunk], owners: list[RowOwner], tokens: list[list[int]]) -> dict[str, list[float]]:
         """Propose drafts behind the newest tokens. Returns survivals by sequence."""
         assert self.drafter is not None
         if not chunks:
             return {}
         where = [chunk.state_slot for chunk in chunks]
         anchors = (self.slots.next_position[where] - 1).tolist()
-        proposed, confidence = self.drafter.propose(owners, where, anchors, tokens)
+        grammars = [owner.grammar for owner in owners]
+        sampling = [owner.sampling for owner in owners]
+        proposed, confidence = self.drafter.propose(sampling, grammars, where, anchors, tokens)
         survivals = {}
         for chunk, ids, rates in zip(chunks, proposed.tolist(), confidence.tolist(), strict=True):
             self.slots.propose(chunk.state_slot, ids, rates)
@@ -214,3 +235,14 @@ class Worker:
                 survival.append(rates_so_far)
             survivals[chunk.request_id] = survival
         return survivals
+
+
+def _mask_rows(chunks: Sequence[Chunk], owners: Sequence[RowOwner]) -> list[MaskRows]:
+    """The sampled rows that a grammar constrains, numbered as they are sampled."""
+    found, row = [], 0
+    for chunk, owner in zip(chunks, owners, strict=True):
+        if owner.grammar is not None:
+            drafts = chunk.token_ids[chunk.num_rows - chunk.num_sampled + 1 :]
+            found.append(MaskRows(owner.grammar, row, drafts))
+        row += chunk.num_sampled
+    return found
