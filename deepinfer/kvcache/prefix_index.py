@@ -29,6 +29,8 @@ class CachedBlock:
     children: set[CachedBlock] = field(default_factory=set)
     worth: float = 0.0
     """Rank for eviction: the clock at the last use plus the cost of computing it again."""
+    offer: int = -1
+    """Number of its newest place in the queue of victims; older places mean nothing."""
     checkpoint: int | None = None
     """Where the state at the end of this block is kept in host memory, if it is."""
 
@@ -55,7 +57,7 @@ class PrefixIndex:
         self._by_key: dict[BlockKey, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
         self._clock = 0.0
-        self._victims: list[tuple[float, int, CachedBlock]] = []  # heap; stale entries are skipped
+        self._victims: list[tuple[float, int, CachedBlock]] = []  # heap of (worth, offer, block)
         self._tick = itertools.count()
         self.freed_checkpoints: list[int] = []
         """Places of checkpoints whose block was lost, for their owner to collect."""
@@ -134,8 +136,8 @@ class PrefixIndex:
     def evict(self) -> int:
         """Part of :class:`~deepinfer.kvcache.block_pool.BlockOwner`."""
         while self._victims:
-            worth, _tick, entry = heapq.heappop(self._victims)
-            if self._is_victim(entry) and worth == entry.worth:
+            worth, offer, entry = heapq.heappop(self._victims)
+            if offer == entry.offer and self._is_victim(entry):
                 self._clock = max(self._clock, worth)
                 self.num_evictions += 1
                 self._remove(entry)
@@ -162,13 +164,13 @@ class PrefixIndex:
         return is_ours and not entry.children and self.pool.ref_count(entry.block) == 0
 
     def _offer(self, entry: CachedBlock) -> None:
-        if self._is_victim(entry):
-            if len(self._victims) > 4 * len(self._by_key) + 64:
-                self._victims = [
-                    each for each in self._victims if each[0] == each[2].worth and self._is_victim(each[2])
-                ]
-                heapq.heapify(self._victims)
-            heapq.heappush(self._victims, (entry.worth, next(self._tick), entry))
+        if not self._is_victim(entry):
+            return
+        if len(self._victims) > 4 * len(self._by_key) + 64:
+            self._victims = [each for each in self._victims if each[1] == each[2].offer and self._is_victim(each[2])]
+            heapq.heapify(self._victims)
+        entry.offer = next(self._tick)
+        heapq.heappush(self._victims, (entry.worth, entry.offer, entry))
 
     def _remove(self, entry: CachedBlock) -> None:
         del self._by_key[entry.key], self._by_block[entry.block]
@@ -194,6 +196,6 @@ class PrefixIndex:
                 held, above = self.pool.ref_count(entry.block), self.pool.ref_count(parent.block)
                 assert above >= held > 0 or held == 0, f"{entry} has {held} references, its parent {above}"
             assert all(self._by_key.get(child.key) is child for child in entry.children), f"{entry} has lost children"
-        waiting = {entry for worth, _tick, entry in self._victims if worth == entry.worth}
+        waiting = {entry for _worth, offer, entry in self._victims if offer == entry.offer}
         missing = [entry for entry in self._by_key.values() if self._is_victim(entry) and entry not in waiting]
         assert not missing, f"leaves that nobody would give up: {missing}"
