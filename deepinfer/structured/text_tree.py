@@ -1,9 +1,8 @@
-"""Many fixed texts as one term that shares their beginnings: a grammar's size is then that of the tree, not the list."""
+"""Many fixed texts as one term that shares their beginnings: its size is that of the tree rather than of the list."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from os.path import commonprefix
 
 from deepinfer.structured.terms import EMPTY, Literal, Term, choice, sequence
 
@@ -24,7 +23,13 @@ def choice_of_texts(texts: Iterable[str], depth: int = 0) -> Term:
         if not first:
             parts.append(EMPTY)
             continue
-        shared = commonprefix(group)
+        shared = _common_beginning(group)
         rests = choice_of_texts((text[len(shared) :] for text in group), depth + 1)
         parts.append(sequence(Literal(shared), rests))
     return choice(parts)
+
+
+def _common_beginning(texts: list[str]) -> str:
+    first, last = min(texts), max(texts)  # all others lie between them and share what these share
+    length = next((index for index, char in enumerate(first) if last[index : index + 1] != char), len(first))
+    return first[:length]
