@@ -30,7 +30,8 @@ from deepinfer.layers.caches import CacheGeometry
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.dspark import DSpark
 from deepinfer.ops.numerics import Numerics
-from deepinfer.ops.registry import Ops, parse_pins, select_ops
+from deepinfer.ops.registry import Ops
+from deepinfer.ops.selection import parse_pins, select_ops
 from deepinfer.platforms.selection import select_platform
 from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.tokenizer.compressed_vocab import CompressedVocab, load_compressed_vocab

@@ -6,7 +6,7 @@ import pytest
 
 from deepinfer.checkpoint.tiny import tiny_config
 from deepinfer.observe.op_timer import OpTimer
-from deepinfer.ops.registry import select_ops
+from deepinfer.ops.selection import select_ops
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 import pytest
 
 from deepinfer.errors import ConfigError
-from deepinfer.ops import registry
-from deepinfer.ops.registry import Op, Ops, parse_pins, select_ops
+from deepinfer.ops.registry import Op, Ops
+from deepinfer.ops.selection import choose as choose_implementation
+from deepinfer.ops.selection import parse_pins, select_ops
 
 
 def make_op():
@@ -18,7 +19,7 @@ def make_op():
 
 
 def choose(operator, platform, dims, pin=None):
-    return registry._choose(operator, platform, dims, pin)[1]
+    return choose_implementation(operator, platform, dims, pin)[1]
 
 
 def test_the_best_that_covers_is_taken_and_others_are_explained():

@@ -21,7 +21,7 @@ from deepinfer.entrypoints.default_model import describe_model
 from deepinfer.entrypoints.engine_args import add_model_arguments, model_arguments
 from deepinfer.errors import EngineError
 from deepinfer.kvcache.sizing import cache_sizes
-from deepinfer.ops.registry import parse_pins, select_ops
+from deepinfer.ops.selection import parse_pins, select_ops
 from deepinfer.platforms.selection import PREFERENCE, select_platform
 
 _WEIGHT_BYTES = 8
