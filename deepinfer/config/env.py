@@ -103,7 +103,7 @@ VARIABLES: tuple[Variable, ...] = (
     _unused("DECODE_PERF_CACHE_DIR", Kind.PATH, "unset", "Where measured step times are kept."),
     _used("XGRAMMAR_TIMEOUT", "grammar_timeout_s", Kind.FLOAT, "Seconds that a grammar may compile.", "20"),
     _used("SO_BUILDER_CPUS", "grammar_workers", Kind.INT, "Processes that compile grammars.", "2"),
-    _used("XGRAMMAR_CACHE_LIMIT_BYTES", "grammar_cache_bytes", Kind.INT, "Compiled grammars that are kept.", "1073741824"),
+    _used("XGRAMMAR_CACHE_LIMIT_BYTES", "grammar_cache_bytes", Kind.INT, "Grammars that are kept.", "1073741824"),
 )
 
 # Tuning and debugging knobs of the vendor's engine (engine spec 1.10, classes T and I) with no counterpart here.

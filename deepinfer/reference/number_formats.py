@@ -2,9 +2,9 @@
 
 Everything here is computed in float64, where each intermediate (a power-of-two scaling of a value with few bits) is
 exact, so that float32 and float64 inputs follow one path. A value reaches a rounding as the float32 number that the
-model's arithmetic produces: a float64 input is taken to float32 first. Functions named after an operator of the specification
-return dequantised values in the dtype of their input and pass gradients straight through; ``*_codes`` functions return
-the stored form.
+model's arithmetic produces: a float64 input is taken to float32 first. Functions named after an operator of the
+specification return dequantised values in the dtype of their input and pass gradients straight through; ``*_codes``
+functions return the stored form.
 """
 
 from __future__ import annotations
