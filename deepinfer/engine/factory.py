@@ -112,7 +112,7 @@ def build_engine(
     """
     model_config = model_config_of(config.model)
     platform = select_platform(config.device.platform)
-    device = torch.device("cpu")
+    device = platform.device()
     torch.set_num_threads(config.device.num_threads)
     ops = select_ops(config.device.platform, model_config.text, parse_pins(ops_pins))
     tokenizer = load_tokenizer(config, model_config)

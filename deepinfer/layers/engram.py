@@ -55,7 +55,7 @@ class Engram:
         """``trunk`` ``[rows, M, hidden]`` with the memory added; rows of an image pass unchanged."""
         context = ngram_context(self.token_map, state.ngram_ids, self.pad)
         rows = self.ops.engram_rows(context, self.multipliers, self.primes, self.offsets)
-        found = self.table.gather_dequantized(rows.flatten()).view(rows.shape[0], -1).to(trunk.device)
+        found = self.table.gather_dequantized(rows.flatten().cpu()).view(rows.shape[0], -1).to(trunk.device)
         # Table rows are stored in the format of a quantised activation, so they enter the product as they are.
         projected = self.ops.linear(found, self.projection, False, trunk.dtype)
         keys_value = projected.view(-1, self.streams + 1, self.hidden)

@@ -13,6 +13,7 @@ class AscendPlatform:
     """Says whether the plug-in is installed and why this version does not run on it."""
 
     name = "ascend"
+    is_preview = True
 
     def unavailable_because(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:

@@ -13,6 +13,7 @@ class CpuPlatform:
     """Runs the whole engine with PyTorch's CPU operators."""
 
     name = "cpu"
+    is_preview = False
 
     def unavailable_because(self) -> str | None:
         return None

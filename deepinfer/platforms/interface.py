@@ -13,6 +13,9 @@ class Platform(Protocol):
     name: str
     """``cpu``, ``nvidia`` or ``ascend``: the values of ``DEEPINFER_ACCELERATOR``."""
 
+    is_preview: bool
+    """Works, but is not taken unless somebody asks for it by name."""
+
     def unavailable_because(self) -> str | None:
         """Why the engine cannot run here, as the end of a sentence; None when it can."""
 

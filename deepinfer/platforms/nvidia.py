@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: found and described, not yet used."""
+"""NVIDIA GPUs. So far with the reference operators only: the right numbers, slowly. There are no kernels yet."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from deepinfer.platforms import host_limits
 
 
 class NvidiaPlatform:
-    """Says what GPU is there and why this version does not run on it."""
+    """Runs the engine on one GPU with the reference operators. Taken only when asked for by name."""
 
     name = "nvidia"
+    is_preview = True
 
     def unavailable_because(self) -> str | None:
         if torch.version.cuda is None:
             return f"torch {torch.__version__} is a build without CUDA"
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no NVIDIA GPU (driver missing, or CUDA_VISIBLE_DEVICES hides it)"
-        return f"this version has no GPU kernels yet (found {self._gpu()})"
+        return None
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())

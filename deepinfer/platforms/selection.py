@@ -19,7 +19,9 @@ def select_platform(accelerator: str | None, known: tuple[Platform, ...] = PREFE
         ConfigError: the name is unknown, or that platform cannot be used here; the message says why not.
     """
     if accelerator is None:
-        return next(platform for platform in known if platform.unavailable_because() is None)
+        return next(
+            platform for platform in known if not platform.is_preview and platform.unavailable_because() is None
+        )
     by_name = {platform.name: platform for platform in known}
     if accelerator not in by_name:
         names = ", ".join(sorted(by_name))
@@ -44,6 +46,8 @@ def passed_over(chosen: Platform, known: tuple[Platform, ...] = PREFERENCE) -> d
         if platform.name == chosen.name:
             break
         reason = platform.unavailable_because()
+        if reason is None and platform.is_preview:
+            reason = "it has no kernels yet: reference operators only, taken when asked for by name"
         if reason is not None:
             reasons[platform.name] = reason
     return reasons
