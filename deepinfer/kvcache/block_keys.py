@@ -93,7 +93,7 @@ class TokenChain:
     def replayed_key(self, index: int) -> BlockKey:
         """The key that block ``index`` would have if the replayed part began there."""
         assert self.replayed_from is None, "the chain has turned already"
-        return self._key(index, _REPLAYED)
+        return self._hash(self._parent(index) + _REPLAYED + self._contents[index])
 
     def turn(self, index: int | None) -> None:
         """Let the replayed part begin at block ``index``, or nowhere."""
@@ -103,11 +103,14 @@ class TokenChain:
         self.replayed_from = index
         del self._keys[first:]
         for each in range(first, len(self._contents)):
-            self._keys.append(self._key(each, _REPLAYED if each == index else b""))
+            self._keys.append(self._key(each))
 
-    def _key(self, index: int, mark: bytes = b"") -> BlockKey:
-        parent = self._keys[index - 1] if index else self.root
-        return self._hash(parent + mark + self._contents[index])
+    def _key(self, index: int) -> BlockKey:
+        mark = _REPLAYED if index == self.replayed_from else b""
+        return self._hash(self._parent(index) + mark + self._contents[index])
+
+    def _parent(self, index: int) -> BlockKey:
+        return self._keys[index - 1] if index else self.root
 
     def _media_of(self, begin: int, end: int) -> bytes:
         """Images that reach into ``[begin, end)``: where they lie relative to the block, and their hashes."""

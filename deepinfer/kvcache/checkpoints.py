@@ -8,7 +8,9 @@ from deepinfer.kvcache.prefix_index import CachedBlock, PrefixIndex
 
 
 class Checkpoints:
-    """A bounded number of places for states (window rings, compressor state, draft rings), given up by least use.
+    """A bounded number of places for states (window rings, compressor state, draft rings).
+
+    When they are full, states that a later one of the same text has made dispensable go first, then the least used.
 
     A checkpoint belongs to a cached block: the state of a sequence that was computed exactly up to the end of it. When
     the block goes, so does the checkpoint. Copies run in the order of the plans that name them, so a place can be
@@ -53,6 +55,17 @@ class Checkpoints:
         self._kept[entry] = place
         self.index.version += 1
         return True
+
+    def demote_above(self, entry: CachedBlock) -> None:
+        """Make the checkpoints above ``entry`` the first to go, up to the nearest fork.
+
+        Whoever comes back to this text resumes at ``entry``; only a text that leaves it earlier needs an older state.
+        """
+        above = entry.parent
+        while above is not None and len(above.children) == 1:
+            if above.checkpoint is not None:
+                self._kept.move_to_end(above, last=False)
+            above = above.parent
 
     def use(self, entry: CachedBlock) -> int:
         """Place of the checkpoint of ``entry``, which has one; it counts as used now."""

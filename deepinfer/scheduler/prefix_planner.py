@@ -250,6 +250,7 @@ class PrefixPlanner:
         is_new = self.checkpoints.attach(entry, save.place)
         if save.boundary in state.boundaries:
             state.boundaries.remove(save.boundary)
+            self.checkpoints.demote_above(entry)
             return
         if not is_new:
             return

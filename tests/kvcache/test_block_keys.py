@@ -61,6 +61,16 @@ def test_an_image_counts_where_it_lies_and_not_before():
     assert keys_of([5] * 12, media=[MediaSpan(9, 12, b"image")])[2] != late[2]
 
 
+def test_a_chain_can_turn_before_the_block_is_full():
+    whole, growing = TokenChain(ROOT, block_tokens=4), TokenChain(ROOT, block_tokens=4)
+    whole.extend(range(16))
+    whole.turn(2)
+    growing.extend(range(9))
+    growing.turn(2)
+    growing.extend(range(16))
+    assert [growing.key(index) for index in range(4)] == [whole.key(index) for index in range(4)]
+
+
 def test_blocks_behind_a_replay_have_keys_of_their_own():
     chain = TokenChain(ROOT, block_tokens=4)
     chain.extend(range(16))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deepinfer.config.scheduler import SchedulerConfig
@@ -33,12 +34,26 @@ JUNK = (-1, False)
 Record = tuple[int, bool]
 
 
-def prefix_hash(tokens: list[int]) -> int:
-    return zlib.crc32(repr(tokens).encode())
+class Text:
+    """True tokens of a sequence, and the hash of every prefix of them."""
 
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self.tokens: list[int] = []
+        self._hashes = [0]
+        for token in tokens:
+            self.append(token)
 
-def next_token(tokens: list[int]) -> int:
-    return zlib.crc32(f"next of {prefix_hash(tokens)}".encode()) % VOCAB
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self._hashes.append(zlib.crc32(token.to_bytes(8, "little"), self._hashes[-1]))
+
+    def through(self, position: int) -> int:
+        """Hash of the tokens up to and with ``position``."""
+        return self._hashes[position + 1]
+
+    def next_token(self) -> int:
+        """What the pretend model puts behind the text."""
+        return zlib.crc32(b"next", self._hashes[-1]) % VOCAB
 
 
 @dataclass
@@ -53,7 +68,7 @@ class Rings:
 
 
 class PrefixDevice:
-    """Runs plans. ``tokens`` maps request ids to their true tokens, filled by the simulation at commits."""
+    """Runs plans: writes what rows write, and checks what they read."""
 
     def __init__(self, block_tokens: int, window: int, rng: random.Random) -> None:
         self.block_tokens, self.window, self.rng = block_tokens, window, rng
@@ -61,28 +76,28 @@ class PrefixDevice:
         self.cells: dict[tuple[int, int], Record] = {}
         self.slots: dict[int, Rings] = {}
         self.places: dict[int, Rings] = {}
-        self.next_position: dict[tuple[str, int], int] = {}
-        self.num_rows = 0
+        self.checks = True
+        """Whether rows look at what they read: it takes time that grows with the square of the length."""
         self.num_prefill_rows = 0
         self.cold: dict[str, bool] = {}
         """Whether every sampled row of a request was that of a cold run."""
 
-    def run(self, plan: StepPlan, sequences: dict[str, Sequence], tokens: dict[str, list[int]]) -> dict[str, list[int]]:
+    def run(self, plan: StepPlan, tokens: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Tokens that each sampling chunk gives. ``tokens``: those that exist so far, by request."""
         for copy in plan.restores:
             self.slots[copy.slot] = self.places[copy.place].copy()
         found = {}
         for chunk in plan.chunks:
-            emitted = self._run_chunk(chunk, sequences[chunk.request_id], tokens[chunk.request_id])
+            emitted = self._run_chunk(chunk, Text(tokens[chunk.request_id]))
             if chunk.num_sampled:
                 found[chunk.request_id] = emitted
         for copy in plan.saves:
             self.places[copy.place] = self.slots[copy.slot].copy()
         return found
 
-    def _run_chunk(self, chunk: Chunk, sequence: Sequence, tokens: list[int]) -> list[int]:
-        """``tokens``: all true tokens that exist so far."""
+    def _run_chunk(self, chunk: Chunk, text: Text) -> list[int]:
         is_decode = not chunk.is_prefill
-        start = len(tokens) - 1 if is_decode else chunk.start
+        start = len(text.tokens) - 1 if is_decode else chunk.start
         assert chunk.start >= start, "a plan may be ahead of the truth, never behind it"
         accepted = self.rng.randint(1, chunk.num_rows) if is_decode else 0
         for offset in range(chunk.num_rows):
@@ -91,52 +106,49 @@ class PrefixDevice:
                 self._write(chunk, position, JUNK, JUNK)
                 continue
             if is_decode and offset > 0:
-                tokens.append(next_token(tokens))  # an accepted draft is the token that the model would choose
-            else:
-                given = chunk.token_ids[offset]
-                assert is_decode or given == tokens[position], f"{chunk.request_id}: wrong token at {position}"
-            self._row(chunk, position, tokens)
-        self.num_rows += chunk.num_rows
+                text.append(text.next_token())  # an accepted draft is the token that the model would choose
+            given = chunk.token_ids[offset]
+            assert is_decode or given == text.tokens[position], f"{chunk.request_id}: wrong token at {position}"
+            self._row(chunk, position, text)
         self.num_prefill_rows += 0 if is_decode else chunk.num_rows
         if not chunk.num_sampled:
             return []
-        tokens.append(next_token(tokens))
-        return tokens[start + 1 :] if is_decode else tokens[-1:]
+        text.append(text.next_token())
+        return text.tokens[start + 1 :] if is_decode else text.tokens[-1:]
 
-    def _row(self, chunk: Chunk, position: int, tokens: list[int]) -> None:
-        mine = prefix_hash(tokens[: position + 1])
-        encoder_is_cold = self._entries_are_cold(chunk, position, tokens)
-        seen = self._window(chunk, position, tokens, chunk.window_floor, is_decoder=False)
-        encoder_is_cold &= seen
+    def _row(self, chunk: Chunk, position: int, text: Text) -> None:
+        mine = text.through(position)
+        encoder_is_cold = self._entries_are_cold(chunk, position, text)
+        encoder_is_cold &= self._window(chunk, position, text, chunk.window_floor, is_decoder=False)
         decoder_is_cold = encoder_is_cold
         if position >= chunk.decoder_floor:
             floor = max(chunk.window_floor, chunk.decoder_floor)
-            decoder_is_cold &= self._window(chunk, position, tokens, floor, is_decoder=True)
+            decoder_is_cold &= self._window(chunk, position, text, floor, is_decoder=True)
         self._write(chunk, position, (mine, encoder_is_cold), (mine, decoder_is_cold))
-        if position >= len(tokens) - 1 and chunk.num_sampled:
+        if position >= len(text.tokens) - 1 and chunk.num_sampled:
             name = chunk.request_id
             self.cold[name] = self.cold.get(name, True) and decoder_is_cold
 
-    def _entries_are_cold(self, chunk: Chunk, position: int, tokens: list[int]) -> bool:
+    def _entries_are_cold(self, chunk: Chunk, position: int, text: Text) -> bool:
         cold = True
-        for at in range(position):
+        for at in range(position if self.checks else 0):
             record = self.cells.get(self._cell(chunk, at))
             assert record is not None, f"{chunk.request_id}: entry {at} was never written"
-            assert record[0] == prefix_hash(tokens[: at + 1]), f"{chunk.request_id}: entry {at} is another prefix's"
+            assert record[0] == text.through(at), f"{chunk.request_id}: entry {at} is another prefix's"
             cold &= record[1]
         return cold
 
-    def _window(self, chunk: Chunk, position: int, tokens: list[int], floor: int, is_decoder: bool) -> bool:
+    def _window(self, chunk: Chunk, position: int, text: Text, floor: int, is_decoder: bool) -> bool:
         rings = self.slots.setdefault(chunk.state_slot, Rings())
         ring, name = rings.decoder if is_decoder else rings.encoder, chunk.request_id
         first = max(0, position - self.window + 1)
         # A floor that the sequence would have in a cold run too (truncation) does not make it less cold.
         cold = not (first < chunk.window_floor)
-        for at in range(max(first, floor), position):
+        for at in range(max(first, floor), position if self.checks else 0):
             found = ring.get(at % self.ring_length)
             assert found is not None, f"{name}: window key {at} is missing for row {position}"
             assert found[0] == at, f"{name}: row {position} reads window key {found[0]} for {at}"
-            assert found[1][0] == prefix_hash(tokens[: at + 1]), f"{name}: window key {at} is another prefix's"
+            assert found[1][0] == text.through(at), f"{name}: window key {at} is another prefix's"
             cold &= found[1][1]
         return cold
 
@@ -182,7 +194,6 @@ class PrefixSimulation:
         self.device = PrefixDevice(block_tokens, window, random.Random(seed))
         self.flying: deque[StepPlan] = deque()
         self.sequences: dict[str, Sequence] = {}
-        self.tokens: dict[str, list[int]] = {}
         self.checks = True
 
     def add(self, name: str, prompt: list[int], max_tokens: int, **wishes: object) -> Sequence:
@@ -190,7 +201,6 @@ class PrefixSimulation:
         sequence = Sequence(request_id=name, prompt_ids=tuple(prompt), max_tokens=max_tokens, prefix=state)
         self.scheduler.add(sequence)
         self.sequences[name] = sequence
-        self.tokens[name] = list(prompt)
         return sequence
 
     def check(self) -> None:
@@ -213,9 +223,8 @@ class PrefixSimulation:
 
     def commit(self) -> None:
         plan = self.flying.popleft()
-        for name in {chunk.request_id for chunk in plan.chunks}:
-            self.tokens[name] = list(self.sequences[name].token_ids)
-        self.scheduler.commit(plan, self.device.run(plan, self.sequences, self.tokens))
+        tokens = {chunk.request_id: list(self.sequences[chunk.request_id].token_ids) for chunk in plan.chunks}
+        self.scheduler.commit(plan, self.device.run(plan, tokens))
         self.check()
 
     def run_until_idle(self, max_turns: int = 20_000) -> int:
@@ -234,7 +243,8 @@ class PrefixSimulation:
         return sequence
 
     def assert_output_is_right(self, name: str) -> None:
-        sequence, tokens = self.sequences[name], list(self.sequences[name].prompt_ids)
+        sequence = self.sequences[name]
+        text = Text(sequence.prompt_ids)
         for _ in range(sequence.num_output):
-            tokens.append(next_token(tokens))
-        assert sequence.token_ids == tokens, name
+            text.append(text.next_token())
+        assert sequence.token_ids == text.tokens, name
