@@ -91,9 +91,13 @@ class GrammarCompiler:
     """Compiles grammars in the background. All methods may be called from any thread and return at once.
 
     One thread per worker process waits for it. Threads and processes start when there is work for them.
+
+    Raises:
+        ConfigError: the grammar library is not installed.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: CompilerLimits | None = None) -> None:
+        native.bindings()  # here rather than as a mystery in a worker
         self.vocabulary = vocabulary
         self.limits = limits or CompilerLimits()
         self.counters = CompilerCounters()

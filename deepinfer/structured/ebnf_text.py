@@ -53,7 +53,8 @@ def _names(term: Term) -> list[str]:
 
 def _alternatives(term: Term) -> str:
     parts = term.parts if isinstance(term, Choice) else (term,)
-    return " | ".join(_text(part) for part in parts)
+    # Classes side by side without brackets: xgrammar turns a flat list into one automaton, a nested one into rules.
+    return " | ".join(" | ".join(_classes(part.chars)) if isinstance(part, OneOf) else _text(part) for part in parts)
 
 
 def _text(term: Term) -> str:
@@ -85,14 +86,18 @@ def _count(low: int, high: int | None) -> str:
 
 
 def _class(chars: CharSet) -> str:
-    """A character class; ASCII and the rest apart.
+    spelled = _classes(chars)
+    return spelled[0] if len(spelled) == 1 else f"({' | '.join(spelled)})"
+
+
+def _classes(chars: CharSet) -> list[str]:
+    """Character classes that are one of ``chars`` together; ASCII and the rest apart.
 
     With both in one class, xgrammar 0.2.9 allows tokens after an optional part that its matcher then rejects: for
     ``[a-f]? [^a-z] "b"`` the mask at the start contains ``ex``.
     """
     parts = [part for part in (chars & _ASCII, chars - _ASCII) if part]
-    spelled = [f"[{''.join(_interval(*interval) for interval in part.intervals)}]" for part in parts]
-    return spelled[0] if len(spelled) == 1 else f"({' | '.join(spelled)})"
+    return [f"[{''.join(_interval(*interval) for interval in part.intervals)}]" for part in parts]
 
 
 def _interval(first: int, last: int) -> str:

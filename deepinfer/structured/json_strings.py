@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 
 from deepinfer.structured.char_sets import EVERY_CHAR, CharSet
-from deepinfer.structured.terms import Literal, Rule, Term, choice, one_of, repeat, sequence
+from deepinfer.structured.terms import Choice, Literal, Rule, Term, choice, one_of, repeat, sequence
 
 _ESCAPED = CharSet.of([(0, 0x1F)]) | CharSet.chars('"\\')
 """Characters that a JSON string cannot hold as they are."""
@@ -26,36 +26,50 @@ def spell_in_json(chars: CharSet) -> Term:
 
 
 def _free_char() -> Term:
-    """Any character in any spelling, half surrogates excepted: one character each."""
-    hex_digit = one_of(_HEX)
-    not_d = one_of(_HEX - CharSet.chars("dD"))
-    low_digit = one_of(CharSet.of([(0x30, 0x37)]))
+    """Any character in any spelling, half surrogates excepted: one character each.
+
+    A flat list of alternatives: nested ones become rules of their own, and the library decides tokens that reach past
+    the end of a rule one by one for every mask (60 ms instead of 25 us for a vocabulary of 129,280).
+    """
+    digit = one_of(_HEX)
     d = one_of(CharSet.chars("dD"))
-    ordinary = choice(
+    unicode = Literal("\\u")
+    high = sequence(unicode, d, one_of(CharSet.chars("89abAB")), digit, digit)
+    low = sequence(unicode, d, one_of(CharSet.chars("cdefCDEF")), digit, digit)
+    return choice(
         [
-            sequence(not_d, repeat(hex_digit, 3, 3)),
-            sequence(d, low_digit, repeat(hex_digit, 2, 2)),
+            one_of(EVERY_CHAR - _ESCAPED),
+            sequence(Literal("\\"), one_of(CharSet.chars('"\\/bfnrt'))),
+            sequence(unicode, one_of(_HEX - CharSet.chars("dD")), digit, digit, digit),
+            sequence(unicode, d, one_of(CharSet.of([(0x30, 0x37)])), digit, digit),
+            sequence(high, low),
         ]
     )
-    pair = sequence(
-        *(d, one_of(CharSet.chars("89abAB")), repeat(hex_digit, 2, 2), Literal("\\u")),
-        *(d, one_of(CharSet.chars("cdefCDEF")), repeat(hex_digit, 2, 2)),
-    )
-    escape = choice([one_of(CharSet.chars('"\\/bfnrt')), sequence(Literal("u"), choice([ordinary, pair]))])
-    return choice([one_of(EVERY_CHAR - _ESCAPED), sequence(Literal("\\"), escape)])
 
 
-FREE_CHAR = "json_char"
+_FREE_CHAR = _free_char()
 FREE_STRING = "json_string"
-STRING_RULES: dict[str, Term] = {
-    FREE_CHAR: _free_char(),
-    FREE_STRING: sequence(_QUOTE, repeat(Rule(FREE_CHAR)), _QUOTE),
-}
+STRING_RULES: dict[str, Term] = {FREE_STRING: sequence(_QUOTE, repeat(_FREE_CHAR), _QUOTE)}
+_MAX_CHAIN = 256
 
 
-def string_of_length(low: int, high: int | None) -> Term:
-    """A JSON string of ``low`` to ``high`` characters (code points)."""
-    return sequence(_QUOTE, repeat(Rule(FREE_CHAR), low, high), _QUOTE)
+def string_of_length(low: int, high: int | None, prefix: str) -> dict[str, Term]:
+    """Rules for a JSON string of ``low`` to ``high`` characters (code points); the start rule is ``prefix``.
+
+    One rule per length so far, each ending in the next: masks take as little time as without limits. Beyond
+    256 characters that would take too long to compile; there the library counts, and its masks are slow.
+    """
+    last = low if high is None else high
+    if last > _MAX_CHAIN:
+        return {prefix: sequence(_QUOTE, repeat(_FREE_CHAR, low, high), _QUOTE)}
+    assert isinstance(_FREE_CHAR, Choice)
+    rules: dict[str, Term] = {prefix: sequence(_QUOTE, Rule(f"{prefix}_0"))}
+    for length in range(last + 1):
+        following = Rule(f"{prefix}_{min(length + 1, last)}")
+        grows = length < last or high is None
+        steps = [sequence(part, following) for part in _FREE_CHAR.parts] if grows else []
+        rules[f"{prefix}_{length}"] = choice([*([_QUOTE] if length >= low else []), *steps])
+    return rules
 
 
 def quoted(term: Term) -> Term:

@@ -229,7 +229,13 @@ class SchemaGrammar:
         exact = [key for key in ("pattern", "format") if key in schema]
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         if not exact:
-            return Rule(FREE_STRING) if (low, high) == (0, None) else string_of_length(low, high)
+            if (low, high) == (0, None):
+                return Rule(FREE_STRING)
+            name = f"string_{low}_{high}"
+            if high is not None and low > high:
+                return NOTHING
+            self.add(string_of_length(low, high, name))
+            return Rule(name)
         lengths = [key for key in ("minLength", "maxLength") if schema.get(key)]
         if len(exact + lengths) > 1:
             clashing = (exact + lengths)[1]

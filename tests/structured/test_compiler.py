@@ -306,3 +306,17 @@ def test_timeouts_are_forgotten_after_a_while_and_cancelled_ones_at_once() -> No
     for index in range(1100):
         cache.put(GrammarKey("regex", str(index)), GrammarFailure(INVALID_SCHEMA, ""))
     assert cache.get(keys[0]) is None
+
+
+def test_the_library_is_used_without_the_frameworks_that_its_python_layer_imports() -> None:
+    program = """
+import sys
+for name in ("torch", "transformers", "pydantic", "triton", "xgrammar.matcher"):
+    sys.modules[name] = None
+from deepinfer.structured import native
+info = native.tokenizer_info([bytes([value]) for value in range(256)] + [b""], 256)
+print(native.compile_ebnf(info, 'root ::= "a"+', "root", 1).memory_size_bytes() > 0)
+"""
+    folder = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=folder)
+    assert done.stdout == "True\n", done.stderr
