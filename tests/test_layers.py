@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "structured": BASE | {"tokenizer", "sampling"},
     "worker": WORKER | {"speculative", "structured"},
     "engine": WORKER | {"worker", "scheduler", "speculative", "structured"},
-    "evaluation": WORKER | {"worker", "scheduler", "engine"},
+    "evaluation": WORKER | {"worker", "scheduler", "engine", "speculative"},
     "entrypoints": WORKER | {"worker", "scheduler", "engine", "speculative", "structured", "evaluation", "reference"},
     # The executable specification must not share a line with what it judges.
     "reference": BASE | {"checkpoint", "tokenizer"},

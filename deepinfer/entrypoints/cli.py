@@ -26,6 +26,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "what this machine, this installation and this configuration come to",
     "make-checkpoint": "write a random checkpoint in the released format",
     "bench": "measure prefill, decoding, operators and engine overhead",
+    "eval": "score answers, perplexity and drafts of an engine configuration",
     "demo": "generate from a few prompts with a small model",
 }
 """Name and help; the module is the name with underscores."""
