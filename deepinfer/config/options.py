@@ -90,7 +90,7 @@ OPTIONS: tuple[Option, ...] = (
         field="device.num_threads",
         kind=Kind.INT,
         default=AUTO,
-        rule="torch's own choice, but no more than the processors that this process may use",
+        rule="1 for models up to 512 channels wide, else torch's choice within the processors that we may use",
         unit="threads",
         help="Host threads of one forward.",
     ),
