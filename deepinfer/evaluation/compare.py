@@ -86,7 +86,7 @@ def _compare_steps(a: Sequence[Answer], b: Sequence[Answer]) -> Interval | None:
 def render_comparison(record: Mapping[str, Any]) -> RenderableType:
     """The result of :func:`compare` for a terminal."""
     title = "B - A on the same samples, with 95 % intervals"
-    table = make_table(title, "task", "tokens", "A", "B", "difference", "interval", "only A / B", "p", "same text")
+    table = make_table(title, "task", "tokens", "A", "B", "difference", "only A, B", "p", "same text")
     for task, lengths in record["tasks"].items():
         for length, row in lengths.items():
             change = row["difference"]
@@ -95,9 +95,8 @@ def render_comparison(record: Mapping[str, Any]) -> RenderableType:
                 length,
                 percent(row["a"]),
                 percent(row["b"]),
-                f"{100 * change['value']:+.1f}",
-                f"{100 * change['low']:+.1f} to {100 * change['high']:+.1f}",
-                f"{row['only_a']} / {row['only_b']}",
+                f"{100 * change['value']:+.1f} ({100 * change['low']:+.1f} to {100 * change['high']:+.1f})",
+                f"{row['only_a']}, {row['only_b']}",
                 f"{row['p_value']:.3f}",
                 percent(row["same_text"]),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,19 +13,33 @@ from deepinfer.evaluation.tasks import Sample
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.worker.worker import SequenceTokens
 
-BOS, EOS = 256, 257
+BOS, EOS = 0, 1_000_000
 
 
-class ByteTokenizer:
-    """Bytes are their own ids."""
+class WordTokenizer:
+    """A word is a token, and so is every digit and every other character. Ids are given out as words appear."""
 
     bos_token_id = BOS
 
+    def __init__(self) -> None:
+        self._words = ["<BOS>"]
+        self._ids: dict[str, int] = {}
+
     def encode(self, text: str, *, add_bos: bool, parse_special: bool = True, field: str = "prompt") -> list[int]:
-        return ([BOS] if add_bos else []) + list(text.encode())
+        for word in (words := re.findall(r" ?[^\W\d]+|.", text, re.DOTALL)):
+            if word not in self._ids:
+                self._ids[word] = len(self._words)
+                self._words.append(word)
+        return ([BOS] if add_bos else []) + [self._ids[word] for word in words]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self._words[token] for token in ids if token not in (BOS, EOS))
 
     def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id])
+        return self._words[token_id].encode()
+
+
+TOKENIZER = WordTokenizer()
 
 
 class ScriptedWorker:
@@ -58,10 +73,10 @@ class ScriptedModel:
         )
 
     def get_tokenizer(self) -> Any:
-        return ByteTokenizer()
+        return TOKENIZER
 
     def encode_conversation(self, messages: Sequence[Mapping[str, Any]]) -> Any:
-        return SimpleNamespace(ids=[BOS, *messages[0]["content"].encode()])
+        return SimpleNamespace(ids=TOKENIZER.encode(messages[0]["content"], add_bos=True))
 
     def generate(
         self,
@@ -78,10 +93,10 @@ class ScriptedModel:
         return [self._one(list(ids), each) for ids, each in zip(prompt_token_ids, params, strict=True)]
 
     def _one(self, ids: list[int], params: SamplingParams) -> RequestOutput:
-        text = self._reply(bytes(token for token in ids if token < 256).decode())
-        tokens = [*text.encode(), EOS][: params.max_tokens]
+        text = self._reply(TOKENIZER.decode(ids))
+        tokens = [*TOKENIZER.encode(text, add_bos=False), EOS][: params.max_tokens]
         steps = 1 + math.ceil((len(tokens) - 1) / self._chunk)
-        output = CompletionOutput(0, text=text[: params.max_tokens], token_ids=tokens, num_steps=steps)
+        output = CompletionOutput(0, text=TOKENIZER.decode(tokens), token_ids=tokens, num_steps=steps)
         scores: Any = None
         if params.num_prompt_logprobs is not None:
             scores = [None, *({token: Logprob(math.log(0.5), 1, "")} for token in ids[1:])]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from deepinfer.errors import ConfigError
-from deepinfer.evaluation.suite import NEEDLE_LENGTHS, SUITES, ask, by_cell, cells_of, make_problems, tasks_of
-from tests.evaluation.scripted import ScriptedModel, knows
+from deepinfer.evaluation.suite import NEEDLE_LENGTHS, SUITES, Problem, ask, by_cell, cells_of, make_problems, tasks_of
+from tests.evaluation.scripted import TOKENIZER, ScriptedModel, knows
+
+
+def num_tokens(problem: Problem) -> int:
+    """Of prompt, expected answer and EOS."""
+    return len(problem.prompt_ids) + len(TOKENIZER.encode(problem.sample.expected, add_bos=False)) + 1
 
 
 def problems_of(task: str, count: int, seed: int = 0, number: int = 0):
@@ -30,24 +37,27 @@ def test_samples_depend_on_seed_and_cell_only():
     assert len(set(questions)) > 45
 
 
-@pytest.mark.parametrize("task", ["addition", "copy", "reading", "facts"])
+@pytest.mark.parametrize("task", ["addition", "copy", "json", "reading", "facts"])
 def test_prompts_and_answers_fit_their_length(task):
-    for problem in problems_of(task, 20):
-        assert len(problem.prompt_ids) + len(problem.sample.expected) + 1 <= problem.length == 512
-        assert problem.max_tokens > len(problem.sample.expected) + 1
+    found = problems_of(task, 20)
+    assert len(found) == 20
+    for problem in found:
+        assert num_tokens(problem) <= problem.length == 512
+        assert problem.max_tokens > num_tokens(problem) - len(problem.prompt_ids)
 
 
 def test_needles_fill_the_length_that_they_are_named_for():
     for number, length in enumerate(NEEDLE_LENGTHS):
         (problem,) = problems_of("needle", 1, number=number)
-        assert length - 150 <= len(problem.prompt_ids) + len(problem.sample.expected) + 1 <= length
+        assert length - 40 <= num_tokens(problem) <= length
         assert problem.sample.expected in problem.sample.prompt
 
 
 def test_samples_that_are_too_long_are_left_out():
-    found = problems_of("json", 30)  # in bytes rather than tokens many of them are
-    assert len(found) < 30
-    assert all(len(problem.prompt_ids) + len(problem.sample.expected) + 1 <= 512 for problem in found)
+    cell = replace(cells_of(["copy"])[0], length=45)
+    found = make_problems(ScriptedModel(str), cell, 30, seed=0)
+    assert 0 < len(found) < 30
+    assert all(num_tokens(problem) <= 45 for problem in found)
 
 
 def test_right_answers_are_counted_in_order():
