@@ -43,7 +43,7 @@ def _generate(llm: LLM, *args, **kwargs):
         (["x"], {"min_tokens": 9, "max_tokens": 3}, ["min_tokens", "max_tokens"]),
         (["x"], {"stop_token_ids": [512]}, ["stop_token_ids", "512"]),
         (["x"], {"logit_bias": {600: 1.0}}, ["logit_bias", "600"]),
-        (["x"], {"so_args": {"schema_type": "json", "schema": "{}"}}, ["so_args"]),
+        (["x"], {"so_args": {"schema_type": "json", "schema": '{"not": {}}'}}, ["$.not"]),
         (["x"], [SHORT, SHORT], ["sampling_params", "2 entries"]),
         (["x", "y"], [SHORT, {"max_tokens": 0}], ["max_tokens"]),
         (["x"], "greedy", ["sampling_params"]),
