@@ -22,7 +22,7 @@ def greedy(tiny_path: Path) -> CompletionOutput:
 
 
 def generate(path: Path, known: list[int], num_drafts: int, **params: Any) -> CompletionOutput:
-    """A greedy output. ``known`` is what it will be: drafts of it are accepted in blocks, with a flaw here and there."""
+    """A greedy output. ``known`` is what it will be: its drafts are accepted in blocks, but for one in seven."""
     engine = make_engine(path, num_speculative_tokens=num_drafts)
     model = ScriptedModel(engine, wrong_every=7, has_real_target=True)
     values = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True, **params}

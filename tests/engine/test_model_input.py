@@ -42,7 +42,7 @@ class InputWatch:
 
     def forward(self, state: StepState, caches: Any) -> Any:
         self.num_rows += len(state.ids)
-        assert 0 <= int(state.ids.min())
+        assert int(state.ids.min()) >= 0
         assert int(state.ids.max()) < VOCAB
         assert int(state.ngram_ids[:, 0].min()) >= 0
         assert int(state.ngram_ids.min()) >= -1  # a barrier: before the start of the sequence

@@ -5,7 +5,6 @@ See docs/determinism.md for what this rests on.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
