@@ -155,8 +155,18 @@ def _evaluate(llm: LLM, plan: Plan, name: str) -> Evaluation:
 
 
 def _progress(bar: Any, name: str) -> Callable[[str, int, int], None]:
+    """Moves ``bar``; where there is no terminal, says in a line what begins."""
+    last = ""
+
     def note(what: str, done: int, total: int) -> None:
-        bar.set_description_str(f"{name}: {what}" if name else what, refresh=False)
+        nonlocal last
+        label = f"{name}: {what}" if name else what
+        if bar.disable:
+            if label != last:
+                print(f"{label} ({done} of {total} done)", file=sys.stderr, flush=True)
+            last = label
+            return
+        bar.set_description_str(label, refresh=False)
         if bar.total != total:
             bar.reset(total)
         bar.n = done
