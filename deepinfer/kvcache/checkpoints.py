@@ -23,6 +23,7 @@ class Checkpoints:
         self._free = list(range(num_places - 1, -1, -1))
         self._kept: OrderedDict[CachedBlock, int] = OrderedDict()  # least recently used first
         self._reserved: set[int] = set()
+        self._pinned: set[CachedBlock] = set()
 
     def __len__(self) -> int:
         """Checkpoints that can be resumed from."""
@@ -32,8 +33,9 @@ class Checkpoints:
     def reserve(self) -> int | None:
         """A place to write a state to; the least used checkpoint goes if all are taken. None if there is no place."""
         self._collect()
-        if not self._free and self._kept:
-            self.drop(next(iter(self._kept)))
+        victim = next((entry for entry in self._kept if entry not in self._pinned), None)
+        if not self._free and victim is not None:
+            self.drop(victim)
         if not self._free:
             return None
         place = self._free.pop()
@@ -74,11 +76,22 @@ class Checkpoints:
 
     def drop(self, entry: CachedBlock) -> None:
         """Forget the checkpoint of ``entry``, if it has one."""
+        if entry in self._pinned:
+            return
         place = self._kept.pop(entry, None)
         if place is not None:
             entry.checkpoint = None
             self._free.append(place)
             self.index.version += 1
+
+    def pin(self, entry: CachedBlock) -> None:
+        """Keep the checkpoint of ``entry`` where it is while it is copied. Its block has to be held, too."""
+        assert entry in self._kept, f"{entry} has no checkpoint"
+        self._pinned.add(entry)
+
+    def unpin(self, entry: CachedBlock) -> None:
+        """The copy has ended."""
+        self._pinned.discard(entry)
 
     def _collect(self) -> None:
         """Take back the places of blocks that were lost."""

@@ -101,17 +101,24 @@ class PrefixIndex:
 
     def add(self, chain: TokenChain, index: int, parent: CachedBlock | None, block: int) -> CachedBlock | None:
         """Make block ``index`` of ``chain`` findable. Returns None if its key is taken: the first one stays."""
-        key = chain.key(index)
+        return self.insert(chain.key(index), chain.content(index), parent, block)
+
+    def insert(self, key: BlockKey, content: bytes, parent: CachedBlock | None, block: int) -> CachedBlock | None:
+        """As :meth:`add`, of a block whose key is known: one that a tier below has kept."""
         if key in self._by_key:
             return None
         assert block not in self._by_block, f"{block=} holds {self._by_block[block]} already"
         assert self.pool.ref_count(block) > 0, f"{block=} is nobody's"
-        entry = CachedBlock(key, chain.content(index), block, parent, index)
+        entry = CachedBlock(key, content, block, parent, 0 if parent is None else parent.depth + 1)
         self._by_key[key] = self._by_block[block] = entry
         if parent is not None:
             parent.children.add(entry)
         self.version += 1
         return entry
+
+    def is_current(self, entry: CachedBlock) -> bool:
+        """Whether the entry can still be found."""
+        return self._by_key.get(entry.key) is entry
 
     def take(self, entries: Iterable[CachedBlock]) -> list[int]:
         """Add a reference to each block. Returns their numbers."""

@@ -41,11 +41,20 @@ def check_in_flight(running: Items[Sequence], uncommitted: Iterable[UncommittedP
     assert not strays, f"rows in flight of sequences that do not run: {[stray.request_id for stray in strays]}"
 
 
-def check_memory(memory: SequenceMemory, running: Items[Sequence], uncommitted: Iterable[UncommittedPlan]) -> None:
-    """Every block's count equals its owners, every used slot has one owner, and nothing else is in use."""
+def check_memory(
+    memory: SequenceMemory,
+    running: Items[Sequence],
+    uncommitted: Iterable[UncommittedPlan],
+    pinned: Mapping[int, int] | None = None,
+) -> None:
+    """Every block's count equals its owners, every used slot has one owner, and nothing else is in use.
+
+    Args:
+        pinned: references that copies to and from a tier hold, by block.
+    """
     memory.pool.check()
     memory.slots.check()
-    owners: Counter[int] = Counter()
+    owners: Counter[int] = Counter(pinned or {})
     slots: Counter[int] = Counter()
     for sequence in running:
         sequence.check(memory.pool.block_tokens)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from deepinfer.kvcache.block_keys import BlockKey, TokenChain, root_key
 from deepinfer.kvcache.checkpoints import Checkpoints
 from deepinfer.kvcache.prefix_index import PrefixIndex
+from deepinfer.kvcache.tier_traffic import TierTraffic
 from deepinfer.messages import Chunk, StateCopy
 from deepinfer.scheduler.prefix_lookup import Hit, HitFinder
 from deepinfer.scheduler.prefix_statistics import PrefixStatistics
@@ -15,6 +16,9 @@ from deepinfer.scheduler.sequence import Sequence
 
 LEADER_PATIENCE_STEPS = 8
 """A sequence whose leader stands still for so many steps starts on its own."""
+FETCH_PATIENCE_STEPS = 64
+"""A sequence waits for so many steps in all for blocks from a tier below, and then computes them."""
+
 MAX_PREFIX_WAITERS = 64
 """So many sequences that wait for a prefix are looked past in one step; then nothing behind them starts."""
 
@@ -53,6 +57,8 @@ class PrefixPlanner:
         self.index: PrefixIndex = finder.index
         self.checkpoints = checkpoints
         self.statistics = PrefixStatistics()
+        self.tier: TierTraffic | None = None
+        """Set once, before the first request, when there is a tier below the device."""
         self._namespace = namespace
         self._backtracking = backtracking
         self._cuts_chunks = cuts_chunks
@@ -76,6 +82,8 @@ class PrefixPlanner:
         state = sequence.prefix
         if state.gave_up or state.chain is None or not state.reads:
             return False
+        if self._is_fetching(sequence, hit):
+            return True
         leader, end = self._leader_of(sequence, len(hit.entries))
         if leader is None or self._reach(sequence, leader, end) < hit.num_cached + self._block_tokens:
             state.stop_waiting()
@@ -86,6 +94,23 @@ class PrefixPlanner:
         state.num_idle_looks += 1
         state.gave_up = state.num_idle_looks > LEADER_PATIENCE_STEPS
         return not state.gave_up
+
+    def begin_step(self) -> None:
+        """Take in what a tier below has delivered."""
+        if self.tier is not None:
+            self.tier.collect()
+
+    def _is_fetching(self, sequence: Sequence, hit: Hit) -> bool:
+        """Whether more of the prefix is on its way from a tier below; waited for a bounded number of steps."""
+        state, pool = sequence.prefix, self.index.pool
+        chain = state.chain
+        if self.tier is None or chain is None or state.num_fetch_looks >= FETCH_PATIENCE_STEPS:
+            return False
+        max_blocks = (sequence.num_prefill - 1) // self._block_tokens
+        if not self.tier.fetch(chain, list(hit.entries), max_blocks, pool.num_free // 2):
+            return False
+        state.num_fetch_looks += 1
+        return True
 
     def _leader_of(self, sequence: Sequence, index: int) -> tuple[Sequence | None, int]:
         """Who computes the blocks of ``sequence`` from block ``index`` on, and the position up to which."""
@@ -232,6 +257,8 @@ class PrefixPlanner:
                 state.is_linked = False
                 return
             state.entries.append(added)
+            if self.tier is not None:
+                self.tier.offer_block(added)
             self._break_promise(sequence, chain.key(index))
 
     def settle(self, save: PlannedSave, computed_before: int) -> None:
@@ -248,6 +275,8 @@ class PrefixPlanner:
             return
         entry = state.entries[index]
         is_new = self.checkpoints.attach(entry, save.place)
+        if self.tier is not None:
+            self.tier.offer_state(entry)
         if save.boundary in state.boundaries:
             state.boundaries.remove(save.boundary)
             self.checkpoints.demote_above(entry)

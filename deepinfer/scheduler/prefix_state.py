@@ -51,6 +51,8 @@ class PrefixState:
     """How far the leader was when it was last looked at."""
     num_idle_looks: int = 0
     """How often in a row the leader had not moved."""
+    num_fetch_looks: int = 0
+    """How often it was looked at while blocks were on their way from a tier below."""
     gave_up: bool = False
     """It waited in vain and starts on its own."""
 

@@ -117,6 +117,8 @@ class Scheduler:
         depth = self.config.pipeline_depth
         assert len(self._uncommitted) < depth, f"{len(self._uncommitted)} plans are uncommitted, {depth=}"
         step = StepDraft(self.config.max_num_batched_tokens)
+        if self.prefix is not None:
+            self.prefix.begin_step()
         decoding, prefilling = self._split_running()
         self._select_decodes(step, decoding)
         prefilling = [sequence for sequence in prefilling if sequence.status is Status.RUNNING]
@@ -190,7 +192,8 @@ class Scheduler:
         """Raise AssertionError if an invariant of queues, counters or memory is broken."""
         check_queues(self._waiting, self._running, self._live)
         check_in_flight(self._running, self._uncommitted)
-        check_memory(self._memory, self._running, self._uncommitted)
+        pinned = None if self.prefix is None or self.prefix.tier is None else self.prefix.tier.pinned()
+        check_memory(self._memory, self._running, self._uncommitted, pinned)
         if self.prefix is not None:
             self.prefix.check()
         for sequence in self._waiting:
