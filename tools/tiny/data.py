@@ -32,13 +32,14 @@ class Phase:
     shares: tuple[tuple[str, float], ...]
 
 
-_EARLY = (("drill", 4), ("tasks", 4), ("prose", 3), ("needle", 1))
-_LATER = (("drill", 1.5), ("tasks", 5), ("prose", 4), ("needle", 2))
+_EARLY = (("drill", 5), ("tasks", 4), ("prose", 2.5), ("needle", 1))
+_LATER = (("drill", 2), ("tasks", 5), ("prose", 3.5), ("needle", 2))
 
 PHASES = (
-    Phase(0.30, ((512, 1.0),), True, _EARLY),
-    Phase(0.65, ((512, 0.7), (2048, 0.3)), False, _LATER),
-    Phase(1.00, ((512, 0.55), (2048, 0.2), (4096, 0.25)), False, _LATER),
+    Phase(0.25, ((512, 1.0),), True, _EARLY),
+    Phase(0.50, ((512, 0.75), (2048, 0.25)), True, _LATER),
+    Phase(0.75, ((512, 0.60), (2048, 0.40)), False, _LATER),
+    Phase(1.00, ((512, 0.50), (2048, 0.25), (4096, 0.25)), False, _LATER),
 )
 
 

@@ -17,7 +17,7 @@ from tools.tiny.fused import fused
 from tools.tiny.parameters import StackedParameters
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_ADAM_FACTOR = {"engram.embed.weight": 3.0, "hc_attn_fn": 0.3, "hc_ffn_fn": 0.3}
+_ADAM_FACTOR = {"engram.embed.weight": 1.5, "hc_attn_fn": 0.3, "hc_ffn_fn": 0.3}
 """Multiples of the learning rate: table rows are met rarely, hyper-connection products are sensitive."""
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from tools.tiny.backbone import Mode
 from tools.tiny.data import WEIGHT_UNIT, Batch, BatchMaker, batches, phase_at
 from tools.tiny.export import export_model
+from tools.tiny.initialise import add_look_back_heads
 from tools.tiny.loss import next_token_loss, tensor
 from tools.tiny.optimizer import Optimizer, learning_rate
 from tools.tiny.run_state import SEED, Setup, log, resume, save, set_up
@@ -84,7 +85,11 @@ def main() -> None:
     began = time.monotonic()
     setup = set_up(args.data, args.device)
     optimizer = Optimizer(setup.parameters, "")
-    first = resume(args.state, setup, optimizer) if args.state.exists() else 0
+    if args.state.exists():
+        first = resume(args.state, setup, optimizer)
+    else:
+        first = 0
+        add_look_back_heads(setup.parameters)
     last = min(args.steps, args.stop_at or args.steps)
     maker = BatchMaker(setup.tokenizer_file, setup.prose, args.batch_tokens, args.steps, SEED)
     sets = held_out_sets(setup.encoder, args.score_samples, 2, (512, 2048))
