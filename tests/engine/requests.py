@@ -9,6 +9,7 @@ from typing import Any
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.outputs import CompletionOutput
 from deepinfer.sampling.params import SamplingParams
+from deepinfer.structured.spec import Choice, JsonSchema, Regex
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,37 @@ def random_cases(count: int, seed: int, vocab: int = 512, longest: int = 60) -> 
             values["ignore_eos"] = True
         prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, longest))]
         cases.append(Case(prompt, SamplingParams(**values)))
+    return cases
+
+
+SPECS = (
+    Regex(r"[a-c]{2,5}-[0-9]{1,3}"),
+    Choice(["yes", "no", "perhaps"]),
+    JsonSchema({"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}, whitespace="compact"),
+)
+
+
+def mixed_cases(count: int, seed: int) -> list[Case]:
+    """As :func:`random_cases`; every third prompt begins like one of two long texts, every fourth has a grammar."""
+    rng = random.Random(seed + 1)
+    texts = [[rng.randrange(512) for _ in range(270)] for _ in range(2)]
+    cases = []
+    for index, (prompt, params) in enumerate((case.prompt, case.params) for case in random_cases(count, seed)):
+        if index % 3 == 0:
+            prompt = (
+                rng.choice(texts)[: rng.choice([100, 118, 125, 128, 129, 250, 256, 270])]
+                + prompt[: rng.choice([1, 20])]
+            )
+        if index % 4 == 0:
+            free = {
+                "stop": None,
+                "stop_token_ids": None,
+                "golden_token_ids": None,
+                "min_tokens": 0,
+                "ignore_eos": False,
+            }
+            params = SamplingParams.from_dict({**params.to_dict(), **free, "structured": rng.choice(SPECS)})
+        cases.append(Case(prompt, params))
     return cases
 
 

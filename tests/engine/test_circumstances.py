@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepinfer.sampling.params import SamplingParams
-from tests.engine.requests import Case, random_cases, run_alone, run_crowd
+from tests.engine.requests import Case, mixed_cases, random_cases, run_alone, run_crowd
 from tests.engine.support import make_engine, random_ids
 
 COUNT = 24
@@ -62,3 +62,44 @@ def test_counts_of_drafts_add_up(tiny_path: Path, cases: list[Case]) -> None:
             for each in output.outputs:
                 assert each.num_drafts_accepted <= each.num_drafts_verified <= 4 * each.num_steps
                 assert len(each.token_ids) <= each.num_steps + each.num_drafts_accepted
+
+
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "sync 1": {"num_speculative_tokens": 1, "async_scheduling": False, "max_num_batched_tokens": 64},
+    "async 5": {"num_speculative_tokens": 5},
+    "async adaptive, small steps": {
+        "num_speculative_tokens": 4,
+        "adaptive_verification": True,
+        "max_num_batched_tokens": 48,
+    },
+    "async 3, few blocks": {"num_speculative_tokens": 3, "num_blocks": 7, "prefix_checkpoints": 4},
+    "async 4, no prefix cache": {"num_speculative_tokens": 4, "prefix_cache": "off"},
+}
+
+
+def compare_everything(path: Path, cases: list[Case], names: list[str]) -> None:
+    """Every circumstance of ``EVERYTHING`` against one after the other, plain, with an empty cache."""
+    plain = {"num_speculative_tokens": 0, "async_scheduling": False, "prefix_cache": "off"}
+    engine = make_engine(path, **plain)
+    expected = run_alone(engine, cases)
+    engine.close()
+    for name in names:
+        engine = make_engine(path, **EVERYTHING[name])
+        found = run_crowd(engine, cases, seed=len(name))
+        different = [index for index in range(len(cases)) if found[index] != expected[index]]
+        assert not different, f"{name}: requests {different}"
+        if engine.scheduler.prefix is not None:
+            assert engine.scheduler.prefix.statistics.num_cached_tokens > 0, name
+            if "few blocks" in name:
+                assert engine.scheduler.num_preemptions + engine.scheduler.prefix.index.num_evictions > 0
+        engine.close()
+
+
+def test_grammars_and_prefix_hits_in_the_mix_change_nothing(tiny_path: Path) -> None:
+    compare_everything(tiny_path, mixed_cases(15, seed=2), ["async adaptive, small steps"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_hundreds_of_requests_under_every_circumstance(tiny_path: Path, seed: int) -> None:
+    compare_everything(tiny_path, mixed_cases(40, seed=100 + seed), list(EVERYTHING))
