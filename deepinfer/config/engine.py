@@ -124,6 +124,12 @@ class SpeculationConfig:
     """``gumbel`` or ``rejection``."""
     temperatures: tuple[float, ...]
     """Of the draft's confidence: none, one for all slots, or one per slot."""
+    log_path: Path | None = None
+    """Where confidences and what became of them are appended; None: nowhere."""
+    cost_dir: Path | None = None
+    """Where measured step times are kept; None: nowhere."""
+    cost_ttl_s: float = 3600.0
+    """Age from which they are measured again."""
 
     def __post_init__(self) -> None:
         value = self.num_tokens
@@ -143,6 +149,8 @@ class SpeculationConfig:
             "they divide logits",
             "give positive numbers",
         )
+        age = self.cost_ttl_s
+        _require(age > 0, "cost_cache_ttl_s", age, "nothing is younger than that", "give a positive number of seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,8 @@ VARIABLES: tuple[Variable, ...] = (
     _unused("EXPERT_REARRANGEMENT_STEP_INTERVAL", Kind.INT, "0", "Steps between rebalancings.", harmless=(0,)),
     _unused("ENGRAM_FORCE_GPU_STORAGE", Kind.BOOL, "0", "N-gram tables in device memory.", harmless=(False,)),
     _unused("JIT_CACHE_DIR", Kind.PATH, "unset", "Where compiled kernels are kept."),
-    _unused("DECODE_PERF_CACHE_DIR", Kind.PATH, "unset", "Where measured step times are kept."),
+    _used("DECODE_PERF_CACHE_DIR", "cost_cache_dir", Kind.PATH, "Where measured step times are kept."),
+    _used("DECODE_PERF_CACHE_TTL_SEC", "cost_cache_ttl_s", Kind.FLOAT, "Seconds that they stay valid.", "3600"),
     _used("XGRAMMAR_TIMEOUT", "grammar_timeout_s", Kind.FLOAT, "Seconds that a grammar may compile.", "20"),
     _used("SO_BUILDER_CPUS", "grammar_workers", Kind.INT, "Processes that compile grammars.", "2"),
     _used("XGRAMMAR_CACHE_LIMIT_BYTES", "grammar_cache_bytes", Kind.INT, "Grammars that are kept.", "1073741824"),
@@ -109,7 +110,7 @@ VARIABLES: tuple[Variable, ...] = (
 # Tuning and debugging knobs of the vendor's engine (engine spec 1.10, classes T and I) with no counterpart here.
 WITHOUT_COUNTERPART: frozenset[str] = frozenset(
     """
-    EXPERT_COUNT_WINDOW_SIZE REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE REARRANGE_P2P_GROUPS DECODE_PERF_CACHE_TTL_SEC
+    EXPERT_COUNT_WINDOW_SIZE REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE REARRANGE_P2P_GROUPS
     CUDAGRAPH_BATCH_SIZE_INTERVAL DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL DFLASH_ENFORCE_EAGER PREFILL_ATTEMPT_INTERVAL
     PREFILL_ANY_ATTEMPT_INTERVAL PREFILL_MAX_SUM_SEQLEN_K INDEX_ATTN_MEMORY_LIMIT MAX_BACKTRACKING_TOKENS
     NUM_STATE_SLOTS_RATIO PREFILL_STORE_EXTRA_STATE PREFILL_STORE_EXTRA_SIZE SAMPLER_FORCE_TOPK

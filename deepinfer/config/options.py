@@ -107,7 +107,7 @@ OPTIONS: tuple[Option, ...] = (
         field="seed",
         kind=Kind.INT,
         default=0,
-        help="Seeds dummy weights and torch. Sampling has its own seed per request (seq_seed).",
+        help="Seeds dummy weights, and requests that bring no seq_seed, in the order in which they are submitted.",
     ),
     Option(
         name="max_num_seqs",
@@ -133,7 +133,7 @@ OPTIONS: tuple[Option, ...] = (
         default=AUTO,
         rule="min(4096, max_position_embeddings of the model)",
         unit="tokens",
-        help="Most tokens of one sequence, prompt and output together.",
+        help="Most tokens of one sequence that are computed; the last token of an output is not, and comes on top.",
     ),
     Option(
         name="chunked_prefill",
@@ -181,11 +181,31 @@ OPTIONS: tuple[Option, ...] = (
         help="Calibration of the draft's confidence: one number, or one per draft. Empty: the checkpoint's, or 1.",
     ),
     Option(
+        name="confidence_log",
+        field="speculation.log_path",
+        kind=Kind.PATH,
+        help="File to which the draft's confidences and what became of them are appended, for deepinfer calibrate.",
+    ),
+    Option(
+        name="cost_cache_dir",
+        field="speculation.cost_dir",
+        kind=Kind.PATH,
+        help="Directory in which measured step times are kept from one start to the next. Unset: measured every time.",
+    ),
+    Option(
+        name="cost_cache_ttl_s",
+        field="speculation.cost_ttl_s",
+        kind=Kind.FLOAT,
+        default=3600.0,
+        unit="seconds",
+        help="Age from which step times in cost_cache_dir are measured again.",
+    ),
+    Option(
         name="batch_invariant",
         field="batch_invariant",
         kind=Kind.BOOL,
         default=False,
-        help="Only operators whose results do not depend on the batch. On a CPU that is always so.",
+        help="Only operators whose results do not depend on the batch. On a CPU it changes nothing (determinism.md).",
     ),
     Option(
         name="grammar_timeout_s",

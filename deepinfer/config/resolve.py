@@ -264,6 +264,9 @@ def _speculation(values: Mapping[str, Any], model: ModelConfig, reasons: list[Re
         adaptive=values["adaptive_verification"],
         sampler=values["sampler"],
         temperatures=tuple(values["confidence_temperatures"]),
+        log_path=values["confidence_log"],
+        cost_dir=values["cost_cache_dir"],
+        cost_ttl_s=values["cost_cache_ttl_s"],
     )
 
 

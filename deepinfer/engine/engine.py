@@ -19,9 +19,10 @@ from deepinfer.engine.outputs import RequestOutput, StreamDelta, TokenLogprobs
 from deepinfer.engine.prefix_setup import prefix_state, refuse_truncated_logprobs
 from deepinfer.engine.prompt_scorer import score_prompts
 from deepinfer.engine.request import Branch, Request
+from deepinfer.engine.speculation_setup import confidence_log
 from deepinfer.engine.statistics import EngineStatistics
 from deepinfer.engine.verification_planner import VerificationPlanner
-from deepinfer.errors import RequestError
+from deepinfer.errors import EngineError, RequestError
 from deepinfer.messages import StepPlan
 from deepinfer.observe.step_timer import StepTimer
 from deepinfer.sampling.params import SamplingParams
@@ -80,8 +81,9 @@ class Engine:
         self.scheduler = scheduler
         self.planner = planner
         self.timer: StepTimer = worker.runner.timer
-        self.statistics = EngineStatistics(config.observe, config.speculation.num_tokens)
+        self.statistics = EngineStatistics(config.observe, config.speculation.num_tokens, confidence_log(config))
         self._previous: InFlight | None = None
+        self._is_closed = False
         self._grammars = Grammars(tokenizer, compiler_limits(config.structured), 2 + 2 * config.speculation.num_tokens)
         self._requests: dict[str, Request] = {}
         self._branches: dict[str, tuple[Request, Branch]] = {}
@@ -212,10 +214,13 @@ class Engine:
         With asynchronous scheduling a step is planned and launched before the step before it is committed, so results
         come one step later; the order of the calls is otherwise the same.
         """
+        if self._is_closed:
+            raise EngineError("this engine is closed", why="its memory was given back", fix="make a new one")
         self._admit_compiled()
         with self.timer.phase("schedule"):
             plan = self.scheduler.schedule()
             verify_rows = self.planner.total_rows(plan) if self.planner is not None else None
+        self._take_ended()
         previous, self._previous = self._previous, None
         try:
             step = self.launch(plan, verify_rows) if plan.chunks else None
@@ -293,13 +298,16 @@ class Engine:
                 assert step.tokens is not None
                 assert step.tokens.report is not None
                 self._add_tokens(sequence, found[sequence.request_id], step.tokens.report)
-            for sequence in self.scheduler.take_ended():
-                request, branch = self._branches[sequence.request_id]
-                request.error = request.error or sequence.error
-                self._end_branch(request, branch, sequence.finish_reason or FINISH_ERROR)
             if self.planner is not None and step.tokens is not None and step.launched is not None:
                 self.planner.committed(step.tokens.survivals, step.launched.plan.num_rows, self._branches)
             self.statistics.step(step.plan, self.scheduler)
+
+    def _take_ended(self) -> None:
+        """Report sequences that the scheduler ended on its own: they fill all memory, or went on past a limit."""
+        for sequence in self.scheduler.take_ended():
+            request, branch = self._branches[sequence.request_id]
+            request.error = request.error or sequence.error
+            self._end_branch(request, branch, sequence.finish_reason or FINISH_ERROR)
 
     def _good_tokens(self, step: InFlight) -> dict[str, SequenceTokens]:
         """Tokens per sequence; sequences with a bad row are ended here."""
@@ -345,6 +353,7 @@ class Engine:
         output.num_drafts_accepted += num_accepted
         self.statistics.verified(num_accepted, found)
         if output.finish_reason is not None:
+            request.error = request.error or branch.builder.cut_short
             self._end_branch(request, branch, output.finish_reason)
         self._changed[request.request_id] = request
 
@@ -409,9 +418,11 @@ class Engine:
         return changed
 
     def close(self) -> None:
-        """End the processes and threads of structured output."""
+        """End the processes and threads of structured output. Requests that still run are never finished."""
+        self._is_closed = True
         self._grammars.close()
         self.worker.close()
+        self.statistics.close()
 
     def check(self) -> None:
         """Raise AssertionError if the engine and its scheduler contradict each other."""

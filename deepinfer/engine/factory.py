@@ -20,7 +20,7 @@ from deepinfer.config.prefill import check_truncation
 from deepinfer.config.resolve import Reason
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.prefix_setup import build_prefix_planner
-from deepinfer.engine.speculation_setup import build_worker, measure_step_cost
+from deepinfer.engine.speculation_setup import build_worker, step_cost
 from deepinfer.engine.verification_planner import VerificationPlanner
 from deepinfer.errors import CheckpointFileError
 from deepinfer.kvcache.block_pool import BlockPool
@@ -143,7 +143,7 @@ def build_engine(
     worker = build_worker(config, runner, SlotState(num_slots, num_drafts, history_len))
     planner = None
     if num_drafts and config.speculation.adaptive:
-        planner = VerificationPlanner(measure_step_cost(config, runner), runner.timer)
+        planner = VerificationPlanner(step_cost(config, runner), runner.timer)
         runner.timer.reset()
     engine = Engine(config, model_config, tokenizer, worker, scheduler, planner)
     return engine, () if reason is None else (reason,)

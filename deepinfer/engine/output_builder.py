@@ -41,6 +41,7 @@ class OutputBuilder:
         self._tokenizer = tokenizer
         self._eos_id = eos_id
         self._max_output = min(params.max_tokens, max_total - num_prompt + 1)
+        self._max_total = max_total
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._detokenizer = None
         self._matcher = None
@@ -73,6 +74,17 @@ class OutputBuilder:
             self.finish(FINISH_LENGTH)
             return True
         return False
+
+    @property
+    def cut_short(self) -> str | None:
+        """Why the output has fewer tokens than ``max_tokens`` although nothing stopped it; None if that is not so."""
+        output = self.output
+        if output.finish_reason != FINISH_LENGTH or len(output.token_ids) >= self._params.max_tokens:
+            return None
+        return (
+            f"the sequence reached max_model_len = {self._max_total} before max_tokens = {self._params.max_tokens}; "
+            "raise max_model_len, or shorten the prompt"
+        )
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the output; text that was held back is let go unless a stop string ended it."""

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import time
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.messages import Chunk, StepPlan
+from deepinfer.platforms.selection import select_platform
 from deepinfer.sampling.batch import SamplingBatchBuilder
 from deepinfer.sampling.sampler import Sampler
+from deepinfer.speculative.confidence_log import ConfidenceLog
 from deepinfer.speculative.cost_refinement import RefinedCost
+from deepinfer.speculative.cost_store import CostStore, cost_key
 from deepinfer.speculative.cost_table import CostTable
 from deepinfer.speculative.draft_sampling import CoupledDraftSampler, DraftSampler, IndependentDraftSampler
 from deepinfer.speculative.gumbel_verifier import GumbelVerifier
@@ -60,14 +70,55 @@ def confidence_temperatures(config: EngineConfig) -> tuple[float, ...]:
     return (1.0,) * num_drafts
 
 
-def measure_step_cost(config: EngineConfig, runner: ModelRunner) -> RefinedCost:
-    """Time forwards of rising size. They run in the null block and slot, so no sequence notices."""
-    most = config.scheduler.max_num_seqs * (1 + config.speculation.num_tokens)
-    sizes, size = [], 1
-    while size < min(most, _LARGEST_MEASURED_STEP):
-        sizes.append(size)
-        size *= 2
-    sizes.append(min(most, _LARGEST_MEASURED_STEP))
+def confidence_log(config: EngineConfig) -> ConfidenceLog | None:
+    """The log that was asked for, opened. Raises ConfigError if it can't be."""
+    path = config.speculation.log_path
+    if path is None or config.speculation.num_tokens == 0:
+        return None
+    return ConfidenceLog(path, confidence_temperatures(config))
+
+
+def step_cost(config: EngineConfig, runner: ModelRunner) -> RefinedCost:
+    """What a step takes: from the directory of earlier starts if it is configured and has it, else measured."""
+    sizes = _measured_sizes(config)
+    if config.speculation.cost_dir is None:
+        return RefinedCost(measure_step_cost(config, runner, sizes))
+    store = CostStore(config.speculation.cost_dir, config.speculation.cost_ttl_s)
+    key = cost_key(_cost_facts(config, runner, sizes))
+    table = store.load(key)
+    if table is None:
+        table = measure_step_cost(config, runner, sizes)
+        store.save(key, table)
+    return RefinedCost(table)
+
+
+def _cost_facts(config: EngineConfig, runner: ModelRunner, sizes: Sequence[int]) -> dict[str, Any]:
+    """All that step times depend on."""
+    return {
+        "device": select_platform(config.device.platform).facts()["machine"],
+        "processor": platform.processor() or platform.machine(),
+        "host": platform.node(),
+        "num_threads": config.device.num_threads,
+        "torch": torch.__version__,
+        "engine_version": version("deepinfer"),
+        "model": hashlib.sha256(repr(runner.config).encode()).hexdigest(),
+        "numerics": config.numerics,
+        "num_drafts": config.speculation.num_tokens,
+        "ops": [f"{choice.op}={choice.implementation}" for choice in runner.model.ops.explain()],
+        "sizes": list(sizes),
+        "is_staircase": False,
+        "world_size": 1,
+    }
+
+
+def _measured_sizes(config: EngineConfig) -> list[int]:
+    """Rows whose time is measured: powers of two and the largest verification step."""
+    largest = min(config.scheduler.max_num_seqs * (1 + config.speculation.num_tokens), _LARGEST_MEASURED_STEP)
+    return [*(2**power for power in range(largest.bit_length()) if 2**power < largest), largest]
+
+
+def measure_step_cost(config: EngineConfig, runner: ModelRunner, sizes: Sequence[int]) -> CostTable:
+    """Time forwards of these numbers of rows. They run in the null block and slot, so no sequence notices."""
     per_sequence = 1 + config.speculation.num_tokens
 
     def run(num_rows: int) -> float:
@@ -78,4 +129,4 @@ def measure_step_cost(config: EngineConfig, runner: ModelRunner) -> RefinedCost:
         return time.perf_counter() - begin
 
     # Without graphs a step has exactly its rows.
-    return RefinedCost(CostTable.measure(sizes, run, is_staircase=False))
+    return CostTable.measure(sizes, run, is_staircase=False)

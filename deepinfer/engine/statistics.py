@@ -9,6 +9,7 @@ from deepinfer.config.engine import ObserveConfig
 from deepinfer.engine.request import Request
 from deepinfer.messages import StepPlan
 from deepinfer.scheduler.scheduler import Scheduler
+from deepinfer.speculative.confidence_log import ConfidenceLog
 from deepinfer.speculative.statistics import SpeculationStatistics
 from deepinfer.worker.worker import SequenceTokens
 
@@ -18,8 +19,9 @@ logger = logging.getLogger(__name__)
 class EngineStatistics:
     """Totals since the start; the log line shows the rates since the line before."""
 
-    def __init__(self, config: ObserveConfig, num_drafts: int = 0) -> None:
+    def __init__(self, config: ObserveConfig, num_drafts: int = 0, log: ConfidenceLog | None = None) -> None:
         self._config = config
+        self._confidence_log = log
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
@@ -44,8 +46,15 @@ class EngineStatistics:
 
     def verified(self, num_accepted: int, found: SequenceTokens) -> None:
         """Count the drafts of one sequence in one committed step."""
+        if found.num_drafts and self._confidence_log is not None:
+            self._confidence_log.observe(found.confidence, found.num_accepted, found.num_drafts)
         outcome = [float(slot < found.num_accepted) for slot in range(found.num_drafts)]
         self.speculation.observe(min(num_accepted, found.num_drafts), found.num_drafts, found.confidence, outcome)
+
+    def close(self) -> None:
+        """Close the log of confidences."""
+        if self._confidence_log is not None:
+            self._confidence_log.close()
 
     def finished(self, request: Request) -> None:
         """Count a finished request's outputs."""

@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "make-checkpoint": "write a random checkpoint in the released format",
     "bench": "measure prefill, decoding, operators and engine overhead",
     "eval": "score answers, perplexity and drafts of an engine configuration",
+    "calibrate": "fit the draft's confidence to what an engine logged",
     "demo": "generate from a few prompts with a small model",
 }
 """Name and help; the module is the name with underscores."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deepinfer.errors import RequestError
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.tokenizer.tokenizer import Tokenizer
+from deepinfer.tokenizer.valid_text import require_text
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
@@ -31,13 +32,16 @@ def as_list(prompts: Prompt | Sequence[Prompt] | None, prompt_token_ids: Any) ->
     """
     if isinstance(prompts, (str, Mapping)):
         prompts = [prompts]
+    prompts = None if prompts is None else _listed(prompts, "prompts")
     if prompt_token_ids is None:
         if prompts is None:
             raise RequestError(
                 "prompts", None, why="there is nothing to generate from", fix="pass prompts or prompt_token_ids"
             )
-        return list(prompts)  # type: ignore[arg-type]
-    given = list(prompt_token_ids)
+        if prompts and _integer(prompts[0]) is not None:
+            raise RequestError("prompts", prompts, why="these are token ids", fix="pass them as prompt_token_ids")
+        return prompts
+    given = _listed(prompt_token_ids, "prompt_token_ids")
     if given and _integer(given[0]) is not None:
         given = [given]
     if prompts is not None and len(prompts) != len(given):
@@ -54,6 +58,13 @@ def as_list(prompts: Prompt | Sequence[Prompt] | None, prompt_token_ids: Any) ->
         {"prompt": text, "prompt_token_ids": ids} if isinstance(text, str) else ids
         for text, ids in zip(prompts, given, strict=True)
     ]
+
+
+def _listed(values: Any, field: str) -> list[Any]:
+    """A list of what a caller passed as one. Texts, dicts and sets are none: their order or meaning is another."""
+    if isinstance(values, (str, bytes, Mapping, set, frozenset)) or not isinstance(values, Iterable):
+        raise RequestError(field, values, why=f"it is a {type(values).__name__}, not a list", fix="pass a list")
+    return list(values)
 
 
 def prepare_prompt(prompt: Prompt, index: int, tokenizer: Tokenizer | None, vocab_size: int) -> PreparedPrompt:
@@ -81,7 +92,9 @@ def prepare_prompt(prompt: Prompt, index: int, tokenizer: Tokenizer | None, voca
         if text == "":
             raise RequestError(field, text, why="an empty prompt has nothing to continue", fix="write something")
         return PreparedPrompt(text, tokenizer.encode(text, add_bos=True, field=field))  # type: ignore[arg-type]
-    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__len__"):
+    if text is not None:
+        require_text(text, field)
+    if isinstance(ids, (str, bytes, Mapping, set, frozenset)) or not hasattr(ids, "__len__"):
         raise RequestError(field, ids, why="token ids are a list of integers", fix="pass such a list")
     if len(ids) == 0:
         raise RequestError(field, [], why="an empty prompt has nothing to continue", fix="pass at least one token id")

@@ -34,6 +34,15 @@ from deepinfer.tokenizer.chat import encode_chat
 from deepinfer.tokenizer.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
+CHAT_OPTIONS = (
+    "thinking",
+    "reasoning_effort",
+    "tools",
+    "tool_choice",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Keywords of :meth:`LLM.chat` besides the parameters; see :func:`deepinfer.tokenizer.chat.encode_chat`."""
 
 
 class GenerationInterrupted(KeyboardInterrupt):
@@ -140,6 +149,13 @@ class LLM:
         Returns, Raises:
             as :meth:`generate`.
         """
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            raise RequestError(
+                "messages",
+                messages,
+                why=f"it is a {type(messages).__name__}, not a list of messages",
+                fix='pass [{"role": "user", "content": ...}]',
+            )
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         prepared = [self.encode_conversation(each, **chat_options) for each in conversations]  # type: ignore[arg-type]
         return self._run(prepared, self._params(sampling_params, len(prepared)), use_tqdm)
@@ -147,6 +163,10 @@ class LLM:
     def encode_conversation(self, messages: Conversation, **chat_options: Any) -> PreparedPrompt:
         """The prompt of a conversation; see :meth:`chat`."""
         tokenizer = self.get_tokenizer()
+        for name in chat_options:
+            if name not in CHAT_OPTIONS:
+                known = ", ".join(CHAT_OPTIONS)
+                raise RequestError(name, chat_options[name], why="there is no such chat option", fix=f"known: {known}")
         ids = encode_chat(messages, tokenizer=tokenizer, **{"thinking": False, **chat_options})
         if tokenizer.image_token_id in ids:
             raise RequestError("messages", "an image part", why="images are not supported yet", fix="send text only")

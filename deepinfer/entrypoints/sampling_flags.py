@@ -15,7 +15,7 @@ from deepinfer.config.engine import SamplingConfig
 from deepinfer.sampling.params import SamplingParams
 
 _DEST = "sampling_"
-_NOT_FLAGS = ("eos_id",)  # the model decides
+_NOT_FLAGS = ("eos_id", "structured")  # the model decides; an object of Python (so_args is its flag)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -80,11 +80,18 @@ def select_ops(platform: str, dims: Any, pins: Mapping[str, str] | None = None) 
         ConfigError: a pinned implementation can't run here.
     """
     pins = pins or {}
+    wanted = pins.get("all")
+    offered = {each.name for operator in all_ops().values() for each in operator.implementations} | {"reference"}
+    if wanted is not None and wanted not in offered:
+        raise ConfigError(
+            f"ops pin all={wanted}",
+            why="no operator has an implementation of that name",
+            fix=f"choose from {', '.join(sorted(offered))}",
+        )
     chosen = {}
     for name, operator in all_ops().items():
         pin = pins.get(name)
-        if pin is None and pins.get("all"):
-            wanted = pins["all"]
+        if pin is None and wanted is not None:
             has_it = wanted == "reference" or any(i.name == wanted for i in operator.implementations)
             pin = wanted if has_it else None
         chosen[name] = choose(operator, platform, dims, pin)

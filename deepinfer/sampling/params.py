@@ -42,7 +42,11 @@ def _refuse_unknown_names(cls: _Class) -> _Class:
     original: Callable[..., None] = cls.__dict__["__init__"]
     known = [field.name for field in dataclasses.fields(cls)]
 
-    def checked_init(self: Any, **values: Any) -> None:
+    def checked_init(self: Any, *positional: Any, **values: Any) -> None:
+        if positional:
+            raise checks.RequestTypeError(
+                "SamplingParams", positional, why="its parameters are given by name", fix="for example temperature=0.5"
+            )
         for name in values:
             if name not in known:
                 raise checks.unknown_name("parameter name", name, known, _RENAMED)

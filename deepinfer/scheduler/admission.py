@@ -41,7 +41,7 @@ def refuse_impossible(sequence: Sequence, config: SchedulerConfig, pool: BlockPo
         raise PromptTooLongError(
             length,
             limit,
-            why=f"max_model_len allows {limit} tokens, prompt and output together",
+            why=f"max_model_len lets a sequence compute {limit} tokens, and all of a prompt are computed",
             fix="shorten the prompt or raise max_model_len",
         )
     rows = min(length + 1, limit)

@@ -30,6 +30,10 @@ class SequenceMemory:
         """Rows from ``start`` on that fit the sequence's blocks and all free ones."""
         return (len(sequence.block_table) + self.pool.num_free) * self.pool.block_tokens - start
 
+    def rows_in_table(self, sequence: Sequence, start: int) -> int:
+        """Rows from ``start`` on that fit the blocks that the sequence has."""
+        return len(sequence.block_table) * self.pool.block_tokens - start
+
     def open(self, sequence: Sequence) -> None:
         """Give the sequence a state slot."""
         sequence.state_slot = self.slots.allocate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from deepinfer.kvcache.block_pool import BlockPool
@@ -67,7 +68,10 @@ class HitFinder:
             return seen[2]
         chain.extend(sequence.token_ids)
         max_blocks = (sequence.num_prefill - 1) // self.index.pool.block_tokens
-        hit = self._exact(sequence, max_blocks) if self.is_exact(sequence) else self._bounded(sequence, max_blocks)
+        if self.is_exact(sequence):
+            hit = self._exact(sequence, max_blocks, () if seen is None else seen[2].entries)
+        else:
+            hit = self._bounded(sequence, max_blocks)
         self._seen[sequence] = (self.index.version, sequence.num_prefill, hit)
         return hit
 
@@ -85,12 +89,12 @@ class HitFinder:
             return sequence.num_prefill - 1
         return max(0, len(sequence.prompt_ids) - self.decoder_keep)
 
-    def _exact(self, sequence: Sequence, max_blocks: int) -> Hit:
+    def _exact(self, sequence: Sequence, max_blocks: int, known: Items[CachedBlock]) -> Hit:
         """Start at the last checkpoint inside the cached blocks (spec 6.3)."""
         chain, block_tokens = sequence.prefix.chain, self.index.pool.block_tokens
         assert chain is not None
         chain.turn(None)
-        entries = self.index.walk(chain, max_blocks)
+        entries = self.index.walk(chain, max_blocks, known)
         limit = self.last_resume(sequence) // block_tokens
         checkpoint = next((entry for entry in reversed(entries[:limit]) if entry.checkpoint is not None), None)
         resume = 0 if checkpoint is None else (checkpoint.depth + 1) * block_tokens

@@ -114,9 +114,16 @@ class PrefixPlanner:
 
     def _leader_of(self, sequence: Sequence, index: int) -> tuple[Sequence | None, int]:
         """Who computes the blocks of ``sequence`` from block ``index`` on, and the position up to which."""
-        chain, leader = sequence.prefix.chain, None
+        chain = sequence.prefix.chain
+        leader: Sequence | None = None
         assert chain is not None
         max_blocks = (sequence.num_prefill - 1) // self._block_tokens
+        known = sequence.prefix.num_shared_blocks
+        if index < known <= min(max_blocks, len(chain)):
+            leader = self._promised.get(chain.key(known - 1))
+            if leader is not None and leader is not sequence and leader.request_id == sequence.prefix.leader:
+                return leader, known * self._block_tokens  # promises are kept from the first block to the last
+            leader = None
         while index < max_blocks:
             found = self._promised.get(chain.key(index))
             if found is None or found is sequence or found.prefix.chain is None:
@@ -125,6 +132,7 @@ class PrefixPlanner:
                 break
             leader = found
             index += 1
+        sequence.prefix.num_shared_blocks = index
         return leader, index * self._block_tokens
 
     def _reach(self, sequence: Sequence, leader: Sequence, end: int) -> int:

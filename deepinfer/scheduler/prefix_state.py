@@ -47,6 +47,8 @@ class PrefixState:
 
     leader: str | None = None
     """Request that it waits for, because that one computes a prefix of it."""
+    num_shared_blocks: int = 0
+    """Blocks from the first one on that the cache holds or the leader computes."""
     leader_rows: int = -1
     """How far the leader was when it was last looked at."""
     num_idle_looks: int = 0
@@ -69,5 +71,6 @@ class PrefixState:
     def stop_waiting(self) -> None:
         """Forget whom it waited for."""
         self.leader = None
+        self.num_shared_blocks = 0
         self.leader_rows = -1
         self.num_idle_looks = 0

@@ -222,7 +222,13 @@ class Scheduler:
             rows = min(decode_rows(self.config, sequence), step.rows_left - reserved)
             if rows < 1:
                 break
-            if sequence.status is Status.RUNNING and self._take_blocks(sequence, sequence.num_scheduled + rows, step):
+            start = sequence.num_scheduled
+            if sequence.status is Status.RUNNING and self._take_blocks(sequence, start + 1, step):
+                # Drafts take memory only where there is plenty: they never cost another sequence its own.
+                spare = max(0, self._memory.pool.num_free - len(decoding))
+                if self._memory.missing_blocks(sequence, start + rows) > spare:
+                    rows = min(rows, self._memory.rows_in_table(sequence, start))
+                self._memory.grow(sequence, start + rows)
                 step.add(sequence, rows)
 
     def _select_prefills(self, step: StepDraft, prefilling: list[Sequence], share: int) -> None:

@@ -52,7 +52,7 @@ class SequenceTokens:
     num_drafts: int
     """Drafts that were verified."""
     confidence: list[float]
-    """Of the verified drafts."""
+    """Of all drafts that were proposed, verified or not; meaningless if none were verified."""
     is_bad: bool
     """The distribution of one of the tokens was not finite: none of them means anything."""
 
@@ -209,11 +209,12 @@ class Worker:
                 emitted,
                 first_rows[place],
                 num_drafts,
-                self.slots.confidence[chunk.state_slot, :num_drafts].tolist(),
+                self.slots.confidence[chunk.state_slot].tolist(),
                 bad[place],
             )
-            if not bad[place]:
-                self.slots.advance(chunk, emitted)
+            # A sequence with a bad row ends at the commit. A step that was planned ahead may still run rows of it:
+            # they get a token that the model knows, and what they give is dropped.
+            self.slots.advance(chunk, [0] if bad[place] else emitted)
         return found
 
     def _draft(self, chunks: list[Chunk], owners: list[RowOwner], tokens: list[list[int]]) -> dict[str, list[float]]:

@@ -1,0 +1,97 @@
+"""Failures stay with the request that they belong to, and every request ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer.engine.engine import Engine
+from deepinfer.engine.outputs import RequestOutput
+from deepinfer.errors import EngineError
+from deepinfer.sampling.params import SamplingParams
+from tests.engine.support import make_engine, random_ids
+
+BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+DRAFTS = pytest.mark.parametrize("drafts", [0, 4])
+
+
+def run(engine: Engine, most_steps: int = 400) -> dict[str, RequestOutput]:
+    """All results; a request that never ends is a failure of the test, not of its time limit."""
+    found = {}
+    for _ in range(most_steps):
+        if not engine.has_work():
+            engine.check()
+            return found
+        found.update({output.request_id: output for output in engine.step() if output.finished})
+    raise AssertionError(f"after {most_steps} steps {len(found)} requests are finished and there is still work")
+
+
+@BOTH
+@DRAFTS
+def test_a_sequence_that_fills_all_memory_ends_with_its_tokens(tiny_path: Path, is_async: bool, drafts: int) -> None:
+    engine = make_engine(tiny_path, num_blocks=3, async_scheduling=is_async, num_speculative_tokens=drafts)
+    name = engine.add_request(random_ids(250), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    output = run(engine)[name]
+    assert output.outputs[0].finish_reason == "length"
+    assert len(output.outputs[0].token_ids) == 256 + 1 - 250, "every place is used, drafts or not"
+    assert output.error
+    roomy = make_engine(tiny_path, num_blocks=8)
+    name = roomy.add_request(random_ids(250), SamplingParams(max_tokens=7, temperature=0, ignore_eos=True))
+    assert run(roomy)[name].outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@BOTH
+@DRAFTS
+def test_a_row_without_a_token_spares_its_neighbours(tiny_path: Path, is_async: bool, drafts: int) -> None:
+    arguments: dict[str, Any] = {"async_scheduling": is_async, "num_speculative_tokens": drafts}
+    plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [random_ids(5 + index, seed=index) for index in range(3)]
+    engine = make_engine(tiny_path, **arguments)
+    expected = [engine.add_request(prompt, plain) for prompt in prompts]
+    tokens = [output.outputs[0].token_ids for output in map(run(engine).__getitem__, expected)]
+    # The same engine again: its slots hold what the first requests left there.
+    eos = engine.model_config.eos_token_id
+    masked = engine.add_request([3, 4], SamplingParams(allowed_token_ids=[eos], min_tokens=2, max_tokens=8))
+    names = [engine.add_request(prompt, plain) for prompt in prompts]
+    results = run(engine)
+    assert results[masked].outputs[0].finish_reason == "error"
+    assert "no token can be sampled" in str(results[masked].error)
+    assert [results[name].outputs[0].token_ids for name in names] == tokens
+
+
+@BOTH
+def test_nan_in_one_sequence_spares_its_neighbours(tiny_path: Path, is_async: bool) -> None:
+    engine = make_engine(tiny_path, async_scheduling=is_async)
+    plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    good = engine.add_request([9, 10, 11], plain)
+    expected = run(engine)[good].outputs[0].token_ids
+    embedding = engine.runner.model.embedding
+    kept = embedding[77].clone()
+    embedding[77] = torch.nan
+    bad, good = engine.add_request([5, 77, 6], plain), engine.add_request([9, 10, 11], plain)
+    results = run(engine)
+    embedding[77] = kept
+    assert results[bad].outputs[0].finish_reason == "error"
+    assert results[good].outputs[0].token_ids == expected
+    again = engine.add_request([9, 10, 11], plain)
+    assert run(engine)[again].outputs[0].token_ids == expected
+
+
+def test_a_limit_before_max_tokens_is_said_in_words(tiny_path: Path) -> None:
+    engine = make_engine(tiny_path, max_model_len=64)
+    name = engine.add_request(random_ids(60), SamplingParams(max_tokens=500, temperature=0, ignore_eos=True))
+    output = run(engine)[name]
+    assert output.outputs[0].finish_reason == "length"
+    assert len(output.outputs[0].token_ids) == 5
+    assert "max_model_len = 64" in str(output.error)
+
+
+def test_a_closed_engine_says_so(tiny_path: Path) -> None:
+    engine = make_engine(tiny_path)
+    engine.add_request([1, 2], SamplingParams())
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.run_step()
