@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deepinfer.config.engine import EngineConfig
 from deepinfer.messages import Chunk, StepPlan
 from deepinfer.platforms.selection import select_platform
@@ -94,12 +92,12 @@ def step_cost(config: EngineConfig, runner: ModelRunner) -> RefinedCost:
 
 def _cost_facts(config: EngineConfig, runner: ModelRunner, sizes: Sequence[int]) -> dict[str, Any]:
     """All that step times depend on."""
+    facts = select_platform(config.device.platform).facts()
     return {
-        "device": select_platform(config.device.platform).facts()["machine"],
+        "platform": {name: value for name, value in facts.items() if name != "available memory"},
         "processor": platform.processor() or platform.machine(),
         "host": platform.node(),
         "num_threads": config.device.num_threads,
-        "torch": torch.__version__,
         "engine_version": version("deepinfer"),
         "model": hashlib.sha256(repr(runner.config).encode()).hexdigest(),
         "numerics": config.numerics,

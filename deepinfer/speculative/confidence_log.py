@@ -23,6 +23,49 @@ def log_line(logits: Sequence[float], accepted: int, verified: int) -> str:
     return json.dumps({"logits": [round(x, 6) for x in logits], "accepted": accepted, "verified": verified}) + "\n"
 
 
+class ConfidenceLog:
+    """Appends observations of a running engine to a file.
+
+    The engine keeps confidences in float32, after calibration; logits are found again from them. Beyond about +-16 a
+    float32 sigmoid is 0 or 1, which is as good as certain for any use of the log.
+
+    Args:
+        path: made if it does not exist. temperatures: those that the confidences were calibrated with.
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, temperatures: Sequence[float]) -> None:
+        self._temperatures = tuple(temperatures)
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"the confidence log is {str(path)!r}",
+                why=f"it cannot be written ({error.strerror})",
+                fix="name a file that can be written, or leave it out",
+            ) from error
+
+    def observe(self, confidence: Sequence[float], accepted: int, verified: int) -> None:
+        """One request of one step.
+
+        Args:
+            confidence: of every slot of the draft, in [0, 1].
+            accepted, verified: drafts.
+        """
+        pairs = zip(confidence, self._temperatures, strict=True)
+        self._file.write(log_line([t * _logit(c) for c, t in pairs], accepted, verified))
+
+    def close(self) -> None:
+        """Write what is pending and close the file. Safe to call twice."""
+        self._file.close()
+
+
+def _logit(confidence: float) -> float:
+    inside = min(max(confidence, 2.0**-24), 1 - 2.0**-24)
+    return math.log(inside) - math.log1p(-inside)
+
+
 @dataclass(frozen=True, slots=True)
 class ConfidenceData:
     """Observations of a drafter, one row per request and step."""

@@ -1,0 +1,70 @@
+"""From a running engine's log to temperatures that the next engine takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepinfer.engine.speculation_setup import CALIBRATION_FILE
+from deepinfer.entrypoints.cli import main
+from deepinfer.entrypoints.llm import LLM
+from deepinfer.errors import ConfigError
+from deepinfer.sampling.params import SamplingParams
+
+ENGINE = {"max_model_len": 160, "max_num_seqs": 8, "num_threads": 1, "progress": False, "num_speculative_tokens": 3}
+
+
+def test_log_is_written_calibrated_and_found_beside_the_checkpoint(own_model: Path, tmp_path: Path, capsys) -> None:
+    log = tmp_path / "confidence.jsonl"
+    with LLM(own_model, confidence_log=log, confidence_temperatures="2", **ENGINE) as llm:
+        params = SamplingParams(temperature=2.0, max_tokens=40, seq_seed=1, ignore_eos=True)
+        outputs = llm.generate(["a", "b", "c", "d"], params, use_tqdm=False)
+        slots = llm.engine.worker.slots
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(lines) == sum(output.outputs[0].num_steps - 1 for output in outputs)  # the prompt's step verifies none
+    assert sum(line["verified"] for line in lines) == sum(output.outputs[0].num_drafts_verified for output in outputs)
+    assert all(len(line["logits"]) == 3 and line["accepted"] <= line["verified"] <= 3 for line in lines)
+    assert slots.confidence.max() < 1
+    # The newest confidences come from the newest logits at temperature 2, so both lie in one range.
+    assert max(abs(logit) for line in lines for logit in line["logits"]) < 40
+
+    assert main(["calibrate", str(log), "--output", str(own_model), "--num-drafts", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "observations" in out
+    assert "caution" in out
+    fitted = json.loads((own_model / CALIBRATION_FILE).read_text())
+    with LLM(own_model, **ENGINE) as llm:
+        taken = llm.engine.worker.drafter
+        assert taken is not None
+        assert taken._temperatures.tolist() == pytest.approx(fitted["temperatures"])
+
+
+def test_unusable_logs_and_outputs_are_refused(tmp_path: Path, own_model: Path, capsys) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"logits": [1, 2], "accepted": 1, "verified": 2}\n')
+    assert main(["calibrate", str(log), "--num-drafts", "5", "--output", str(tmp_path / "x.json")]) == 2
+    assert "calibrate each draft length with its own logs" in capsys.readouterr().err
+    assert main(["calibrate", str(log), "--output", str(tmp_path / "missing" / "x.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="confidence log"):
+        LLM(own_model, confidence_log=tmp_path / "missing" / "log", **ENGINE)
+
+
+def test_step_times_are_kept_from_start_to_start(own_model: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("DEEPINFER_DECODE_PERF_CACHE_DIR", str(tmp_path / "costs"))
+    monkeypatch.setenv("DEEPINFER_DECODE_PERF_CACHE_TTL_SEC", "600")
+
+    def table(**more: object) -> object:
+        with LLM(own_model, adaptive_verification=True, **{**ENGINE, **more}) as llm:
+            assert llm.engine.config.speculation.cost_ttl_s == 600
+            planner = llm.engine.planner
+            assert planner is not None
+            return planner.cost.table
+
+    first = table()
+    assert len(list((tmp_path / "costs").iterdir())) == 1
+    assert table() == first, "times of two measurements are never the same: the second was read"
+    assert table(numerics="float32") != first
+    assert len(list((tmp_path / "costs").iterdir())) == 2
