@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from deepinfer.kvcache.block_keys import BlockKey, TokenChain
@@ -71,11 +72,17 @@ class PrefixIndex:
         """Block ``index`` of ``chain`` behind ``parent``, or None. A key that collides is a miss."""
         return self._verified(chain.key(index), chain.content(index), parent)
 
-    def walk(self, chain: TokenChain, max_blocks: int) -> list[CachedBlock]:
-        """The longest cached prefix of ``chain``, of at most ``max_blocks`` blocks."""
-        found: list[CachedBlock] = []
-        parent = None
-        for index in range(min(max_blocks, len(chain))):
+    def walk(self, chain: TokenChain, max_blocks: int, known: Items[CachedBlock] = ()) -> list[CachedBlock]:
+        """The longest cached prefix of ``chain``, of at most ``max_blocks`` blocks.
+
+        Args:
+            known: result of an earlier walk, so that only what changed since is looked at.
+        """
+        found = list(known[:max_blocks])
+        while found and not (self.is_current(found[-1]) and found[-1].key == chain.key(len(found) - 1)):
+            found.pop()  # a parent outlives its children, so what is before a current one is current
+        parent = found[-1] if found else None
+        for index in range(len(found), min(max_blocks, len(chain))):
             entry = self.find(chain, index, parent)
             if entry is None:
                 break
@@ -88,6 +95,10 @@ class PrefixIndex:
 
         Turns ``chain`` there if it does.
         """
+        if chain.replayed_from is not None:
+            found = self.walk(chain, max_blocks)
+            if len(found) > chain.replayed_from:
+                return found
         chain.turn(None)
         found = self.walk(chain, max_blocks)
         index = len(found)

@@ -175,11 +175,8 @@ class PrefixPlanner:
 
     def close(self, sequence: Sequence) -> None:
         """A sequence loses its memory, for whatever reason."""
-        chain = sequence.prefix.chain
         self.finder.forget(sequence)
-        if chain is not None:
-            for index in range(len(chain)):
-                self._break_promise(sequence, chain.key(index))
+        self._break_promises(sequence)
         sequence.prefix.reset()
 
     def distrust(self, sequence: Sequence) -> None:
@@ -237,13 +234,17 @@ class PrefixPlanner:
     def _save(self, sequence: Sequence, chunk: Chunk) -> PlannedSave | None:
         """The copy of the state to take behind ``chunk``, if a boundary is there.
 
-        Under drafts the true rows may lie a little before those of the plan; the commit will tell.
+        Under drafts the true rows may lie a little before those of the plan; the commit will tell. If they begin before
+        the boundary, as few rows as those of a verification leave the windows before it intact.
         """
         boundary = chunk.end // self._block_tokens * self._block_tokens
-        is_behind = chunk.end - boundary <= self._backtracking
-        if not is_behind or boundary <= sequence.num_computed or not self._saves(sequence):
+        if boundary <= sequence.num_computed or not self._saves(sequence):
             return None
-        if chunk.is_prefill and boundary not in sequence.prefix.boundaries:
+        if chunk.is_prefill:
+            is_wanted = chunk.end == boundary and boundary in sequence.prefix.boundaries
+        else:
+            is_wanted = chunk.num_rows <= self._backtracking + 1
+        if not is_wanted:
             return None
         place = self.checkpoints.reserve()
         return None if place is None else PlannedSave(sequence, sequence.epoch, boundary, place)
@@ -263,6 +264,7 @@ class PrefixPlanner:
             added = None if is_lost else self.index.add(chain, index, parent, sequence.block_table[index])
             if added is None:
                 state.is_linked = False
+                self._break_promises(sequence)
                 return
             state.entries.append(added)
             if self.tier is not None:
@@ -294,6 +296,13 @@ class PrefixPlanner:
         if state.newest_output is not None:
             self.checkpoints.drop(state.newest_output)
         state.newest_output = entry
+
+    def _break_promises(self, sequence: Sequence) -> None:
+        """Nobody will find further blocks of this sequence."""
+        chain = sequence.prefix.chain
+        for index in range(0 if chain is None else len(chain)):
+            assert chain is not None
+            self._break_promise(sequence, chain.key(index))
 
     def _break_promise(self, sequence: Sequence, key: BlockKey) -> None:
         if self._promised.get(key) is sequence:

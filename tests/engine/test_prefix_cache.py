@@ -110,7 +110,7 @@ def test_turn_by_turn_equals_all_at_once(tiny_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["exact", "bounded"])
-@pytest.mark.parametrize("extra", [0, 1, 2, 15, 16, 17])
+@pytest.mark.parametrize("extra", [0, 1, 15, 17])
 def test_hit_after_another_request_used_the_slot(tiny_path: Path, policy: str, extra: int) -> None:
     """Known failure P1: A, then B = A and a few tokens, then B again after another request and rings full of NaN."""
     engine = make_engine(tiny_path, prefix_cache=policy, max_num_seqs=1, num_speculative_tokens=3)
@@ -125,7 +125,10 @@ def test_hit_after_another_request_used_the_slot(tiny_path: Path, policy: str, e
     assert two.num_cached_tokens == 256
     assert tokens_of(two) == tokens_of(one)
     if policy == "exact":
-        assert tokens_of(one) == tokens_of(generate(make_engine(tiny_path, **PLAIN), second, 6))
+        cold = generate(make_engine(tiny_path, **{**PLAIN, "num_speculative_tokens": 3}), second, 6)
+        assert tokens_of(one) == tokens_of(cold)
+        steps = [(each.outputs[0].num_steps, each.outputs[0].num_drafts_accepted) for each in (one, two, cold)]
+        assert steps[0] == steps[1] == steps[2], "the draft's rings came back, too"
 
 
 # ---- bounded -----------------------------------------------------------------------------------------------------

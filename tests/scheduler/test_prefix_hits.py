@@ -215,6 +215,20 @@ def test_a_leader_that_stands_still_is_not_waited_for_long():
     assert looks == [True] * 9 + [False] * 3
 
 
+def test_a_leader_whose_blocks_nobody_will_find_is_not_waited_for():
+    """It computed what another one had computed already, so its further blocks stay out of the index."""
+    sim, shared = make("bounded", max_num_batched_tokens=16), text(90)
+    sim.generate("first", shared[:40])
+    unreading = sim.add("unreading", shared, 30, reads=False)
+    for _ in range(7):
+        sim.turn()
+    assert unreading.num_output > 0
+    waiter = sim.add("waiter", [*shared, 1], 2)
+    sim.turn()
+    assert waiter.num_computed + waiter.num_in_flight > 0
+    sim.run_until_idle()
+
+
 def test_those_who_wait_do_not_hold_up_others():
     sim, shared = make(max_num_batched_tokens=16, max_lookahead=0, max_bypasses=0), text(120)
     sim.add("leader", shared, 2)

@@ -74,7 +74,7 @@ def run_history(sim: PrefixSimulation, rng: random.Random) -> None:
 @pytest.mark.parametrize("policy", ["exact", "bounded"])
 def test_outputs_do_not_depend_on_the_cache(policy, depth, drafts, keep):
     seen: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(8):
         rng = random.Random(f"{seed}/{policy}/{depth}/{drafts}/{keep}")
         sim = random_simulation(rng, policy, depth, drafts, keep)
         run_history(sim, rng)
@@ -87,7 +87,7 @@ def test_outputs_do_not_depend_on_the_cache(policy, depth, drafts, keep):
         seen["resumed"] += sim.prefix.statistics.num_cached_tokens > 0
         seen["evictions"] += sim.prefix.index.num_evictions > 0
         seen["preemptions"] += sim.scheduler.num_preemptions > 0
-    assert min(seen[name] for name in ("hits", "resumed", "evictions", "preemptions")) >= 3, f"too tame: {seen}"
+    assert min(seen[name] for name in ("hits", "resumed", "evictions", "preemptions")) >= 2, f"too tame: {seen}"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
