@@ -1,1 +1,1 @@
-"""Programs that make the tiny model that ships with the project. ``python -m tools.tiny.train --help`` starts it all."""
+"""Programs that make the tiny model that ships with the project; ``python -m tools.tiny.train`` runs them in order."""

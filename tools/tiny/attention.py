@@ -48,7 +48,7 @@ def window_key(x: Tensor, wkv: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, e
 
 @fused
 def compress(x: Tensor, wkv: Tensor, wgate: Tensor | None, norm: Tensor, eps: float) -> Tensor:
-    """Latents of a stream, not rotated: ``[N, d]`` -> ``[N / ratio, D]``. Pairs never cross sequences of even length."""
+    """Latents of a stream, not rotated: ``[N, d]`` -> ``[N / ratio, D]``. Sequences have even lengths."""
     value = x.float() @ wkv.float().T
     if wgate is not None:
         share = torch.softmax((x.float() @ wgate.float().T).unflatten(0, (-1, 2)), 1)

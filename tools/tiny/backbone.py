@@ -92,7 +92,7 @@ class Backbone:
         return stack[self._owners[key].index(layer)]
 
     def rope(self, ratio: int, step: int, length: int, batch: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[batch * length, pairs]`` of positions ``0, step, 2 step, ...``, with the table of ``ratio``."""
+        """cos and sin ``[batch * length, pairs]`` of positions ``0, step, 2 step, ...``, table of ``ratio``."""
         key = (ratio, step, length, batch)
         if key not in self._tables:
             angles = (torch.arange(length).double() * step)[:, None] * layer_frequencies(self.text, ratio)

@@ -1,8 +1,8 @@
 """Initial values that let some heads look at the tokens just before their own from the first step on.
 
 Looking up "the token behind the last place where this happened" takes a head that moves information by one token and,
-in a later layer, a head that compares it. With one key head, no biases and a norm on every key, the first of the two did
-not form in 130 million tokens of training (``docs/tiny_model.md``); given at the start, it is kept and used.
+in a later layer, a head that compares it. With one key head, no biases and a norm on every key, the first of the two
+did not form in 130 million tokens of training (``docs/tiny_model.md``). Given at the start, it is kept and used.
 
 How: channel 0 of every embedding holds the same number. Window keys read it into their rotary channels, so that a key
 is the same vector turned by its position; the queries of the chosen heads read it too, turned back by the wanted
@@ -48,9 +48,7 @@ def add_look_back_heads(parameters: StackedParameters) -> None:
         chosen = heads_and_distances(layer.layer_id, text.first_decoder_layer)
         if not chosen:
             continue
-        wq_a, wq_b, wkv = (
-            parameters[f"layers.attn.{name}.weight"][layer.layer_id] for name in ("wq_a", "wq_b", "wkv")
-        )
+        wq_a, wq_b, wkv = (parameters[f"layers.attn.{name}.weight"][layer.layer_id] for name in ("wq_a", "wq_b", "wkv"))
         wq_a[0] = 0
         wq_a[0, 0] = _LATENT_GAIN
         wkv[start:] *= _QUIET

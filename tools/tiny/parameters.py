@@ -142,7 +142,7 @@ def initial_values(key: str, stack: Stack, generator: torch.Generator) -> Tensor
     shape += stack.shape
     normal = torch.randn(shape, generator=generator)
     fan_in = stack.shape[-1]
-    if key.endswith("norm.weight") or key.endswith(("q_weight", "k_weight")):
+    if key.endswith(("norm.weight", "q_weight", "k_weight")):
         return torch.ones(shape)
     if key.endswith(("gate.bias", "gate.bias_vl", "attn_sink")):
         return torch.zeros(shape)

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
+from deepinfer.reference.weights import load_weights
 from deepinfer.tokenizer.compressed_vocab import build_compressed_vocab
 from tools.tiny.backbone import Backbone
 from tools.tiny.config import tiny_v41_config
 from tools.tiny.conversation import Encoder
 from tools.tiny.fused import enable_compilation
 from tools.tiny.optimizer import Optimizer
-from tools.tiny.parameters import StackedParameters
+from tools.tiny.parameters import StackedParameters, place_of
 
 SEED = 1
 HELD_OUT_TEXTS = Path("deepinfer/evaluation/texts")
@@ -85,6 +87,21 @@ def load_parameters(path: Path, setup: Setup) -> None:
     """Only the parameters of a saved run."""
     content = torch.load(path, map_location=setup.device, weights_only=True)
     setup.parameters.load_state_dict(content["parameters"])
+
+
+@torch.no_grad()
+def load_checkpoint(folder: Path, setup: Setup) -> None:
+    """Parameters from an exported model: the rounded values, for going on without the saved state."""
+    weights = load_weights(folder)
+    for name, value in weights.items():
+        place = place_of(name)
+        target: Tensor = setup.parameters[place.key].data
+        if place.owner is not None:
+            target = target[setup.parameters.stacks[place.key].owners.index(place.owner)]
+        if place.expert is not None:
+            target = target[place.expert]
+        stored = value if isinstance(value, Tensor) else value.gather(torch.arange(value.shape[0]))
+        target.copy_(stored)
 
 
 def log(folder: Path, name: str, record: dict[str, Any]) -> None:

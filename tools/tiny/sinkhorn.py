@@ -32,7 +32,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _forward_kernel(logits_ptr, matrix_ptr, count, iterations, eps, BLOCK: tl.constexpr):
+    def _forward_kernel(logits_ptr, matrix_ptr, count, iterations, eps, BLOCK: tl.constexpr):  # noqa: N803
         row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         four = tl.arange(0, 4)
         offsets = row[:, None, None] * 16 + four[None, :, None] * 4 + four[None, None, :]
@@ -47,7 +47,7 @@ if triton is not None:
         tl.store(matrix_ptr + offsets, matrix, mask=inside)
 
     @triton.jit
-    def _backward_kernel(matrix_ptr, grad_ptr, out_ptr, count, passes, BLOCK: tl.constexpr):
+    def _backward_kernel(matrix_ptr, grad_ptr, out_ptr, count, passes, BLOCK: tl.constexpr):  # noqa: N803
         # With M = diag(u) exp(B) diag(v) the gradient is M * (G - a_i - b_j), where the row and column multipliers
         # a and b solve a linear system; the alternating solution is the transpose of the forward iteration.
         row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Train the tiny model's tokenizer: byte-level BPE that spells digits singly, with the special tokens of the chat format.
+"""Train the tiny model's tokenizer: byte-level BPE that spells digits singly, with the tokens of the chat format.
 
 ``python -m tools.tiny.tokenizer`` writes ``build/tiny/tokenizer/`` from the fetched texts and the task generators.
 """
@@ -72,8 +72,7 @@ def training_texts(prose: str) -> Iterator[str]:
     """Prose and task texts in about equal parts."""
     rng = random.Random(_SEED)
     lines = prose.split("\n")
-    for line in lines[::2]:
-        yield line
+    yield from lines[::2]
     for _ in range(20000):
         for turn in any_sample(rng, Split.TRAIN).turns:
             yield turn.user
