@@ -56,7 +56,7 @@ def forked_cases(count: int, seed: int) -> list[Case]:
 @pytest.fixture(scope="module")
 def forked(tiny_path: Path) -> tuple[list[Case], list[Any]]:
     """Requests, and their results one after the other without cache, drafts and asynchrony."""
-    cases = forked_cases(7, seed=21)
+    cases = forked_cases(6, seed=21)
     engine = make_engine(tiny_path, **PLAIN)
     results = run_alone(engine, cases)
     engine.close()
@@ -81,7 +81,7 @@ def test_seeded_outputs_are_those_of_an_empty_cache(
 ) -> None:
     cases, expected = forked
     engine = make_engine(tiny_path, **arguments)
-    for repeat in range(2):
+    for repeat in range(2 if rough else 1):
         assert run_crowd(engine, cases, seed=repeat) == expected
     prefix = engine.scheduler.prefix
     assert prefix is not None
@@ -96,17 +96,16 @@ def test_turn_by_turn_equals_all_at_once(tiny_path: Path) -> None:
     plain, cached = make_engine(tiny_path, **PLAIN), make_engine(tiny_path, num_speculative_tokens=3)
     history, whole = random_ids(120, seed=1), random_ids(120, seed=1)
     for turn in range(4):
-        new = random_ids(20, seed=50 + turn)
-        reply = generate(cached, history := history + new, 32)
+        new = random_ids(30, seed=50 + turn)
+        reply = generate(cached, history := history + new, 12)
         history += tokens_of(reply)
         assert reply.num_cached_tokens == (0 if turn == 0 else (len(whole) - 1) // BLOCK * BLOCK)
         whole += new
-        whole += tokens_of(generate(plain, whole, 32))
+        whole += tokens_of(generate(plain, whole, 12))
         assert history == whole
     model = oracle(tiny_path, "faithful")
-    for length in (len(whole) - 32, len(whole) - 1):
-        with torch.no_grad():
-            assert int(model.forward(whole[:length])[-1].argmax()) == whole[length]
+    with torch.no_grad():
+        assert int(model.forward(whole[:-1])[-1].argmax()) == whole[-1]
 
 
 @pytest.mark.parametrize("policy", ["exact", "bounded"])
@@ -134,9 +133,8 @@ def test_hit_after_another_request_used_the_slot(tiny_path: Path, policy: str, e
 # ---- bounded -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("numerics", ["faithful", "float32"])
-def test_bounded_hit_is_that_of_the_specification(tiny_path: Path, numerics: str) -> None:
-    engine = make_engine(tiny_path, numerics=numerics, **{**PLAIN, "prefix_cache": "bounded"})
+def test_bounded_hit_is_that_of_the_specification(tiny_path: Path) -> None:
+    engine = make_engine(tiny_path, **{**PLAIN, "prefix_cache": "bounded"})
     prompt = random_ids(2 * BLOCK + 7, seed=6)
     generate(engine, prompt, 1)
     prefix = engine.scheduler.prefix
@@ -146,7 +144,7 @@ def test_bounded_hit_is_that_of_the_specification(tiny_path: Path, numerics: str
     result = generate(engine, prompt, 1, logprobs=0)
     assert result.num_cached_tokens == 2 * BLOCK
     with torch.no_grad():
-        logits = oracle(tiny_path, numerics).forward(prompt, prefix_hit=2 * BLOCK)[-1]
+        logits = oracle(tiny_path, "faithful").forward(prompt, prefix_hit=2 * BLOCK)[-1]
     assert tokens_of(result) == [int(logits.argmax())]
     for block in blocks:
         for old, new in zip(before[block], block_bytes(engine, block), strict=True):
@@ -223,7 +221,7 @@ def test_hit_statistics_are_logged(tiny_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_mask_and_compact_generate_the_same_tokens(tiny_path: Path) -> None:
-    prompts = [random_ids(length, seed=length) for length in (5, 30, 150)]
+    prompts = [random_ids(length, seed=3) for length in (5, 60, 140)]
     results = []
     for truncation, cache, size, drafts in (
         ("mask", "off", 512, 0),
@@ -238,13 +236,11 @@ def test_mask_and_compact_generate_the_same_tokens(tiny_path: Path) -> None:
             max_num_batched_tokens=size,
             num_speculative_tokens=drafts,
         )
-        results += [
-            [tokens_of(generate(engine, prompt, 10)) for prompt in prompts] for _ in range(1 + (cache != "off"))
-        ]
+        results += [[tokens_of(generate(engine, prompt, 5)) for prompt in prompts] for _ in range(1 + (cache != "off"))]
     assert all(result == results[0] for result in results)
     off = make_engine(tiny_path, **PLAIN)
-    assert tokens_of(generate(off, prompts[0], 10)) == results[0][0], "a prompt that is kept whole is not truncated"
-    assert [tokens_of(generate(off, prompt, 10)) for prompt in prompts[1:]] != results[0][1:]
+    assert tokens_of(generate(off, prompts[0], 5)) == results[0][0], "a prompt that is kept whole is not truncated"
+    assert [tokens_of(generate(off, prompt, 5)) for prompt in prompts[1:]] != results[0][1:]
 
 
 def test_truncated_prompt_continues_as_the_specification_says(tiny_path: Path) -> None:
@@ -253,21 +249,21 @@ def test_truncated_prompt_continues_as_the_specification_says(tiny_path: Path) -
         tiny_path, prefill_truncation="compact", prefill_keep_tokens=keep, max_num_batched_tokens=50, max_num_seqs=4
     )
     prompt = random_ids(150, seed=14)
-    tokens = tokens_of(generate(engine, prompt, 20))
+    tokens = tokens_of(generate(engine, prompt, 8))
     with torch.no_grad():
-        logits = oracle(tiny_path, "faithful").forward(prompt + tokens[:-1], decoder_keep=keep + 19)
+        logits = oracle(tiny_path, "faithful").forward(prompt + tokens[:-1], decoder_keep=keep + 7)
     assert tokens == logits[149:].argmax(1).tolist()
 
 
 def test_preemption_of_truncated_requests_changes_nothing(tiny_path: Path) -> None:
     cases = [
         Case(random_ids(120 + index, seed=index), SamplingParams(max_tokens=12, temperature=0.8, seq_seed=index))
-        for index in range(5)
+        for index in range(4)
     ]
     truncation = {"prefill_truncation": "compact", "prefill_keep_tokens": 24}
     expected = run_alone(make_engine(tiny_path, **{**PLAIN, **truncation}), cases)
     for cache in ("off", "exact"):
-        engine = make_engine(tiny_path, num_blocks=7, prefix_cache=cache, num_speculative_tokens=3, **truncation)
+        engine = make_engine(tiny_path, num_blocks=6, prefix_cache=cache, num_speculative_tokens=3, **truncation)
         assert run_crowd(engine, cases, seed=1) == expected
         assert engine.scheduler.num_preemptions > 0
 
@@ -279,9 +275,9 @@ def test_turns_behind_truncated_prompts_equal_a_cold_run(tiny_path: Path) -> Non
     history, found = random_ids(140, seed=15), []
     for turn in range(3):  # each turn adds more tokens than are kept, so the state before it is of use
         history += random_ids(60, seed=70 + turn)
-        reply = generate(cached, history, 20)
+        reply = generate(cached, history, 10)
         found.append(reply.num_cached_tokens)
-        assert tokens_of(reply) == tokens_of(generate(cold, history, 20))
+        assert tokens_of(reply) == tokens_of(generate(cold, history, 10))
         history += tokens_of(reply)
     assert found == [0, BLOCK, 2 * BLOCK]
 
