@@ -74,10 +74,11 @@ class Prepared:
 
 
 def prepare(setup: Setup, batch: Batch) -> Prepared:
-    """Run the backbone. Gradients stay enabled, so that the kernels compiled for its training serve here too."""
+    """Run the backbone. On a GPU gradients stay enabled: the kernels compiled for its training then serve here too."""
     ids = torch.from_numpy(batch.ids.astype("int64")).to(setup.device)
-    weights = setup.parameters.rounded(setup.dtype, draft=False)
-    result = setup.backbone.forward(weights, ids, Mode())
+    with torch.set_grad_enabled(setup.device != "cpu"):
+        weights = setup.parameters.rounded(setup.dtype, draft=False)
+        result = setup.backbone.forward(weights, ids, Mode())
     features = [feature.detach() for feature in result.features]
     importance = torch.from_numpy(batch.weights).float().sqrt()
     return Prepared(ids, importance, features, result.hidden.detach().unflatten(0, ids.shape))
