@@ -61,7 +61,9 @@ def test_kept_rows_are_those_of_the_specification(numerics, truncation, keep, en
     assert_same(run_pieces(engines[numerics], ids, [LENGTH], keep=keep), expected, numerics)
 
 
-@pytest.mark.parametrize("sizes", [[1] * 3 + [87], [67, 1, 22], [68, 22], [69, 21], [40, 40, 10], [7] * 12 + [6]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[1] * 3 + [87], [67, 1, 22], [68, 22], [69, 21], [40, 40, 10], [7] * 12 + [6]], ids=str
+)
 def test_chunks_do_not_matter(sizes, engines):
     """Chunks wholly before the rectangle, ending just before, at and just behind its edge, and inside it."""
     ids, engine = random_ids(LENGTH), engines["faithful"]
@@ -202,3 +204,19 @@ def test_draft_rings_are_refilled_by_the_replayed_rows(engines):
         keys = layer.window.read(places)
         assert torch.isfinite(keys).all()
         assert keys.abs().sum(1).min() > 0
+
+
+def test_unshifted_reads_are_cut_at_the_same_place(tmp_path: Path) -> None:
+    """Models whose sublayers read with their own mix: the input of every row needs the mix of every row."""
+    path = make_checkpoint(
+        tmp_path / "unshifted",
+        hc_shifted=False,
+        num_nextn_predict_layers=0,
+        compress_ratios=(0, 0, 2, 2, 1, 1, 1, 1),
+        dspark_target_layer_ids=(),
+    )
+    engine, ids = make_engine(path, num_blocks=16, max_num_seqs=4), random_ids(60, seed=12)
+    with torch.no_grad():
+        expected = oracle(path, "faithful").forward(ids, decoder_keep=22)[-22:]
+    for sizes in ([60], [38, 22], [30, 30]):
+        assert_same(run_pieces(engine, ids, sizes, keep=22), expected, "faithful")
