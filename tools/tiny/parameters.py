@@ -98,17 +98,20 @@ class StackedParameters(nn.Module):
         """``(key, parameter)`` of every stack whose key starts with ``prefix``."""
         return [(key, self[key]) for key in self.stacks if key.startswith(prefix)]
 
-    def rounded(self, dtype: torch.dtype, *, draft: bool, quantise: bool = True) -> dict[str, list[Tensor] | Tensor]:
+    def rounded(
+        self, dtype: torch.dtype, *, draft: bool, layers: bool = True, quantise: bool = True
+    ) -> dict[str, list[Tensor] | Tensor]:
         """The values that the forward pass uses, per layer: a list by position among the owners, or one tensor.
 
         Args:
             dtype: of quantised and bf16 weights; both are exact in bf16. F32 tensors keep theirs.
             draft: take the draft's tensors too.
+            layers: take the backbone's layers; without them embedding, head and norm are left of it.
             quantise: round to the stored formats; n-gram tables are rounded when rows are read.
         """
         values: dict[str, list[Tensor] | Tensor] = {}
         for key, stack in self.stacks.items():
-            if key.startswith("mtp.") and not draft:
+            if (key.startswith("mtp.") and not draft) or (key.startswith("layers.") and not layers):
                 continue
             value: Tensor = self[key]
             if quantise and stack.kind in _ROUND and stack.kind is not Kind.TABLE:

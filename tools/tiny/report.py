@@ -16,7 +16,7 @@ import torch
 
 from tools.tiny.backbone import Mode
 from tools.tiny.export import export_model
-from tools.tiny.run_state import Setup, load_parameters, log, set_up
+from tools.tiny.run_state import Setup, load_checkpoint, load_parameters, log, set_up
 from tools.tiny.scoring import (
     NEEDLE_LENGTHS,
     AnswerSet,
@@ -120,12 +120,16 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("build/tiny"))
     parser.add_argument("--out", type=Path, default=Path("build/tiny/out"))
     parser.add_argument("--state", type=Path, default=Path("build/tiny/draft_state.pt"))
+    parser.add_argument("--model", type=Path, help="report on an exported model instead of a state")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samples", type=int, default=256)
     args = parser.parse_args()
     began = time.monotonic()
     setup = set_up(args.data, args.device)
-    load_parameters(args.state, setup)
+    if args.model is None:
+        load_parameters(args.state, setup)
+    else:
+        load_checkpoint(args.model, setup)
     export_model(args.out / "model", setup)
     weights = setup.parameters.rounded(setup.dtype, draft=True)
     sets = held_out_sets(setup.encoder, args.samples, 2, NEEDLE_LENGTHS)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 FOLDER = Path("build/tiny")
 BACKBONE_STEPS = 2860
-DRAFT_STEPS = 600
+DRAFT_STEPS = 3000
 
 
 def run(program: str, *arguments: str) -> None:

@@ -91,7 +91,7 @@ def train_step(setup: Setup, trainer: DraftTrainer, batch: Prepared, step: int) 
     anchors = draw_anchors(batch.importance, size, step).to(ids.device)
     places = anchors[..., None] + 1 + torch.arange(size, device=ids.device)  # [B, A, S] rows whose logits are predicted
     sequence = torch.arange(len(ids), device=ids.device)[:, None, None]
-    weights = setup.parameters.rounded(setup.dtype, draft=True)
+    weights = setup.parameters.rounded(setup.dtype, draft=True, layers=False)
     hidden = batch.hidden[sequence, places]
     norm, head = tensor(weights, "norm.weight"), tensor(weights, "head.weight")
     target = logits_of(hidden.flatten(0, 2), norm, head, text.rms_norm_eps).detach().unflatten(0, hidden.shape[:3])
