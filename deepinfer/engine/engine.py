@@ -271,13 +271,12 @@ class Engine:
         chunks = [chunk for chunk in step.plan.chunks if chunk.num_sampled]
         owners = [self._branches.get(chunk.request_id) for chunk in chunks]
         states = [None if owner is None else RowOwner(owner[1].sampling, owner[1].grammar) for owner in owners]
-        if self.planner is not None:
-            self.planner.drafted(chunks, self._branches)
+        wants_drafts = self.planner is None or self.planner.wants_drafts(chunks, self._branches)
         try:
             if self._scoring:
                 with self.timer.phase("sample"):
                     score_prompts(step.plan, step.launched.result, self._scoring, self.tokenizer)
-            return replace(step, tokens=self.worker.sample(step.launched, states))
+            return replace(step, tokens=self.worker.sample(step.launched, states, wants_drafts))
         except Exception as error:
             return self._failed(step.plan, error)
 
@@ -299,7 +298,7 @@ class Engine:
                 assert step.tokens.report is not None
                 self._add_tokens(sequence, found[sequence.request_id], step.tokens.report)
             if self.planner is not None and step.tokens is not None and step.launched is not None:
-                self.planner.committed(step.tokens.survivals, step.launched.plan.num_rows, self._branches)
+                self.planner.committed(step.launched, step.tokens, self._branches)
             self.statistics.step(step.plan, self.scheduler)
 
     def _take_ended(self) -> None:

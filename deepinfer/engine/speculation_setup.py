@@ -116,14 +116,14 @@ def _measured_sizes(config: EngineConfig) -> list[int]:
 
 
 def measure_step_cost(config: EngineConfig, runner: ModelRunner, sizes: Sequence[int]) -> CostTable:
-    """Time forwards of these numbers of rows. They run in the null block and slot, so no sequence notices."""
+    """Time forwards of these numbers of rows, logits included, in the null block and slot that no sequence uses."""
     per_sequence = 1 + config.speculation.num_tokens
 
     def run(num_rows: int) -> float:
         counts = [min(per_sequence, num_rows - start) for start in range(0, num_rows, per_sequence)]
         chunks = tuple(Chunk(str(place), 0, (0,) * count, (), (0,), 0, 1, True) for place, count in enumerate(counts))
         begin = time.perf_counter()
-        runner.run(StepPlan(0, chunks))
+        runner.run(StepPlan(0, chunks)).row_logits(slice(None))
         return time.perf_counter() - begin
 
     # Without graphs a step has exactly its rows.

@@ -1,14 +1,18 @@
-"""How many rows of verification a step gets: confidence against cost (engine spec 4.3 to 4.5)."""
+"""Whether a step drafts, and how many rows verify: confidence against cost (engine spec 4.3 to 4.5)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from deepinfer.messages import Chunk, StepPlan
 from deepinfer.observe.step_timer import StepTimer
 from deepinfer.speculative.budget import choose_budget
 from deepinfer.speculative.cost_refinement import RefinedCost
+from deepinfer.speculative.draft_gate import DraftGate
 from deepinfer.speculative.stale_rates import StaleRates
+from deepinfer.worker.worker import Launched, StepTokens
+
+_HOST_PHASES = ("schedule", "batch", "commit")
 
 
 class VerificationPlanner:
@@ -20,14 +24,15 @@ class VerificationPlanner:
 
     Args:
         cost: estimates the time of a step; refined by every step that runs.
-        timer: where forward and sampling times are read from.
+        timer: where times of the host's own work are read from.
     """
 
     def __init__(self, cost: RefinedCost, timer: StepTimer) -> None:
         self.cost = cost
+        self.gate = DraftGate()
         self._rates = StaleRates()
         self._timer = timer
-        self._seen_s = (0.0, 0.0)
+        self._seen_host_ms = 0.0
 
     def total_rows(self, plan: StepPlan) -> int | None:
         """Rows that all decoding sequences of ``plan`` share; None if there are none."""
@@ -38,33 +43,40 @@ class VerificationPlanner:
         prefill_rows = plan.num_rows - sum(chunk.num_rows for chunk in decoding)
         return choose_budget(survivals, self.cost, other_rows=prefill_rows).total_rows
 
-    def drafted(self, chunks: Sequence[Chunk], alive: Collection[str]) -> None:
-        """A step drafts for these sequences; those that have ended are forgotten."""
+    def wants_drafts(self, chunks: Sequence[Chunk], alive: Collection[str]) -> bool:
+        """Whether a step that is about to be sampled shall draft; sequences that have ended are forgotten."""
+        wants = self.gate.wants(len(chunks))
         for chunk in chunks:
-            if chunk.request_id in alive:
+            if wants and chunk.request_id in alive:
                 self._rates.schedule(chunk.request_id)
             else:
                 self._rates.forget(chunk.request_id)
+        return wants
 
-    def committed(self, survivals: Mapping[str, Sequence[float]], num_rows: int, alive: Collection[str]) -> None:
-        """A step has come back with survivals of its new drafts; its times refine the cost."""
-        for sequence_id, values in survivals.items():
+    def committed(self, step: Launched, tokens: StepTokens, alive: Collection[str]) -> None:
+        """A step has come back with survivals of its new drafts; its times refine what is known of costs."""
+        for sequence_id, values in tokens.survivals.items():
             if sequence_id in alive:
                 self._rates.process(sequence_id, values)
             else:
                 self._rates.forget(sequence_id)
-        seconds = self._timer.seconds
-        forward_s = seconds.get("forward", 0.0)
-        sampling_s = seconds.get("sample", 0.0) + seconds.get("draft", 0.0)
-        before_forward, before_sampling = self._seen_s
-        self._seen_s = forward_s, sampling_s
-        if forward_s > before_forward:  # otherwise the timer was set back meanwhile
-            self.cost.observe(
-                num_rows,
-                len(survivals),
-                1e3 * (forward_s - before_forward),
-                1e3 * max(0.0, sampling_s - before_sampling),
-            )
+        host_ms = self._host_ms()
+        num_requests = len(tokens.by_sequence)
+        if not num_requests:
+            return
+        # What grows with the rows is the forward and the choice of tokens; the rest goes by requests.
+        fixed_ms = tokens.draft_ms + host_ms
+        rows_ms = step.forward_ms + tokens.sample_ms
+        self.cost.observe(step.plan.num_rows, num_requests, rows_ms, fixed_ms)
+        if not any(chunk.is_prefill for chunk in step.plan.chunks):
+            emitted = sum(len(each.token_ids) for each in tokens.by_sequence.values())
+            self.gate.observe(num_requests, bool(tokens.survivals), emitted, rows_ms + fixed_ms)
+
+    def _host_ms(self) -> float:
+        """Milliseconds of the host's own work since the last call."""
+        now = 1e3 * sum(self._timer.seconds.get(name, 0.0) for name in _HOST_PHASES)
+        before, self._seen_host_ms = self._seen_host_ms, now
+        return max(0.0, now - before)  # somebody may have set the timer back
 
     def forget(self, sequence_id: str) -> None:
         """The sequence has ended or lost its memory, and its drafts with it."""

@@ -24,6 +24,10 @@ class StepTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
             self.counts[name] = self.counts.get(name, 0) + 1
 
+    def milliseconds(self, name: str) -> float:
+        """Total of one phase so far."""
+        return 1e3 * self.seconds.get(name, 0.0)
+
     def reset(self) -> None:
         """Forget everything measured so far."""
         self.seconds.clear()

@@ -30,6 +30,7 @@ class Launched:
     plan: StepPlan
     """As it really runs: placeholders filled in, rows of verification divided."""
     result: StepResult
+    forward_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class StepTokens:
     """Log-probabilities per row; None if nothing was sampled."""
     survivals: dict[str, list[float]]
     """Of the drafts that were proposed in this step: probability that each and all before it are accepted."""
+    sample_ms: float = 0.0
+    draft_ms: float = 0.0
 
 
 class Worker:
@@ -110,7 +113,10 @@ class Worker:
         rows = self._divide(plan, verify_rows)
         chunks = tuple(self.slots.resolve(chunk, count) for chunk, count in zip(plan.chunks, rows, strict=True))
         resolved = replace(plan, chunks=chunks)
-        return Launched(resolved, self.runner.run(resolved))
+        timer = self.runner.timer
+        before = timer.milliseconds("forward")
+        result = self.runner.run(resolved)
+        return Launched(resolved, result, timer.milliseconds("forward") - before)
 
     def _divide(self, plan: StepPlan, verify_rows: int | None) -> list[int]:
         """Rows of every chunk. A limited number goes to the drafts that are most likely to be accepted."""
@@ -128,26 +134,30 @@ class Worker:
         return rows
 
     @torch.inference_mode()
-    def sample(self, step: Launched, states: Sequence[RowOwner | None]) -> StepTokens:
+    def sample(self, step: Launched, states: Sequence[RowOwner | None], wants_drafts: bool = True) -> StepTokens:
         """Choose the tokens of a launched step and draft what may follow them.
 
         Args:
             states: owners, one per chunk that samples, in plan order; None for a sequence that has ended meanwhile:
                 it gets nothing.
+            wants_drafts: False leaves drafting out, so the next step of these sequences verifies nothing.
         """
         chunks, owners, rows = self._sampled_rows(step, states)
         if not chunks:
             return StepTokens({}, None, {})
-        with self.runner.timer.phase("sample"):
+        timer = self.runner.timer
+        begin = timer.milliseconds("sample"), timer.milliseconds("draft")
+        with timer.phase("sample"):
             verified = self._verify(step, chunks, owners, rows).cpu()
             found = self._take_in(chunks, verified)
         survivals: dict[str, list[float]] = {}
-        if self.drafter is not None:
+        if self.drafter is not None and wants_drafts:
             alive = [place for place, chunk in enumerate(chunks) if not found[chunk.request_id].is_bad]
             tokens = [found[chunks[place].request_id].token_ids for place in alive]
-            with self.runner.timer.phase("draft"):
+            with timer.phase("draft"):
                 survivals = self._draft([chunks[place] for place in alive], [owners[place] for place in alive], tokens)
-        return StepTokens(found, verified.rows, survivals)
+        sample_ms, draft_ms = timer.milliseconds("sample") - begin[0], timer.milliseconds("draft") - begin[1]
+        return StepTokens(found, verified.rows, survivals, sample_ms, draft_ms)
 
     def _sampled_rows(
         self, step: Launched, states: Sequence[RowOwner | None]

@@ -100,9 +100,9 @@ def test_the_next_step_is_planned_and_launched_before_this_one_is_looked_at(tiny
     events: list[tuple[str, int]] = []
     sample, commit, launch = engine.worker.sample, engine.commit, engine.worker.launch
 
-    def sealing_sample(step: Launched, states: Any) -> Any:
+    def sealing_sample(step: Launched, *more: Any) -> Any:
         events.append(("sampled", step.plan.step_id))
-        return Sealed(sample(step, states))
+        return Sealed(sample(step, *more))
 
     def opening_commit(step: InFlight) -> None:
         events.append(("commit", step.plan.step_id))
