@@ -48,7 +48,7 @@ def test_preemption_changes_nothing(tiny_path: Path, is_async: bool) -> None:
     ]
     plain = make_engine(tiny_path, num_speculative_tokens=0, async_scheduling=False)
     expected = run_alone(plain, cases)
-    engine = make_engine(tiny_path, num_speculative_tokens=4, async_scheduling=is_async, num_blocks=11)
+    engine = make_engine(tiny_path, num_speculative_tokens=4, async_scheduling=is_async, num_blocks=9)
     assert run_crowd(engine, cases, seed=8) == expected
     assert engine.scheduler.num_preemptions > 0
 
