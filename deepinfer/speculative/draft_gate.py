@@ -15,8 +15,9 @@ _FIRST = 8
 """Steps before the first comparison."""
 _PROBE = 4
 """Steps of a try, without the transition to it, which says nothing."""
-_SHORTEST, _LONGEST = 64, 1024
-"""Steps between two tries; doubled whenever a try changes nothing."""
+_SHORTEST, _LONGEST = 64, 2048
+"""Steps between two tries; more whenever a try changes nothing, so that tries cost little in the long run."""
+_CLEARLY_WORSE = 0.8
 _WINDOW = 24
 _GAIN = 1.02
 """Times better that the other way has to be."""
@@ -62,10 +63,11 @@ class _Bucket:
             self.is_probing, self.missing = True, _PROBE
             return
         self.is_probing = False
-        if self.sides[not self.best].tokens_per_ms > _GAIN * self.sides[self.best].tokens_per_ms:
-            self.best, self.interval = not self.best, _SHORTEST
+        gain = self.sides[not self.best].tokens_per_ms / self.sides[self.best].tokens_per_ms
+        if gain > _GAIN:
+            self.best, self.interval = not self.best, _SHORTEST * (4 if gain * _CLEARLY_WORSE > 1 else 1)
         else:
-            self.interval = min(2 * self.interval, _LONGEST)
+            self.interval = min(self.interval * (4 if gain < _CLEARLY_WORSE else 2), _LONGEST)
         self.missing = self.interval
 
 

@@ -46,9 +46,9 @@ def test_bad_drafts_are_given_up_and_cost_little(seed: int) -> None:
 def test_a_change_of_the_text_is_noticed() -> None:
     machine = Machine()
     machine.run(400, accepted=0.1)
-    machine.run(1100, accepted=2.0)
+    machine.run(2200, accepted=2.0)
     assert machine.run(200, accepted=2.0) > 0.9
-    machine.run(1100, accepted=0.0)
+    machine.run(2200, accepted=0.0)
     assert machine.run(200, accepted=0.0) < 0.1
 
 
