@@ -165,7 +165,13 @@ def _draft_table(record: Mapping[str, Any]) -> Table:
 
 def _ablation_table(record: Mapping[str, Any]) -> Table:
     ablations = record["ablations"]
-    table = make_table("Without a mechanism: exact match (change)", "task", "tokens", "whole model", *ablations)
+    table = make_table(
+        "Without a mechanism: exact match (change)",
+        "task",
+        "tokens",
+        "whole model",
+        *(name.replace("_", " ") for name in ablations),
+    )
     whole = next(iter(ablations.values()))["tasks"]
     for task, lengths in whole.items():
         for length, first in lengths.items():
