@@ -30,6 +30,7 @@ from deepinfer.entrypoints.default_model import TRAINED, default_model
 from deepinfer.evaluation.tasks.filler import filler_sentence
 from deepinfer.sampling.params import SamplingParams
 
+ROOT = Path(__file__).resolve().parents[1]
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"num_speculative_tokens": 0},
     "fixed": {"num_speculative_tokens": 5},
@@ -181,7 +182,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("requests at the same time")
     axes.set_ylabel("decode tokens/s over those without drafts")
     axes.set_title("trained tiny model, one CPU thread" if record["is_trained"] else "random weights: chance only")
-    axes.legend()
+    axes.set_ylim(0, 1.3 * max(axes.get_ylim()[1], 1.0))
+    axes.legend(loc="upper right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -202,7 +204,8 @@ def main() -> int:
     if not record["is_trained"]:
         print("The weights are random or unknown: acceptance may be at chance.", file=sys.stderr)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(record, indent=1).replace(f"{ROOT}/", "")  # where the repository lies is nobody's business
+        arguments.json.write_text(text + "\n", encoding="utf-8")
     if arguments.plot is not None:
         plot(record, arguments.plot)
     return 0
