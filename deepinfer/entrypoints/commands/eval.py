@@ -94,8 +94,9 @@ def _plan(namespace: argparse.Namespace) -> Plan:
 
 def _single(namespace: argparse.Namespace, plan: Plan, console: Console) -> dict[str, Any]:
     with _load(namespace) as llm:
+        origin = _origin(llm, plan)
         whole = _evaluate(llm, plan, "")
-        record = {**as_json(whole), **_origin(llm, plan)}
+        record = {**as_json(whole), **origin}
     if namespace.ablations:
         record["ablations"] = {each.value: _ablation(namespace, plan, each, whole) for each in Ablation}
     console.print(render(record))
@@ -125,8 +126,9 @@ def _compared(namespace: argparse.Namespace, plan: Plan, console: Console) -> di
     records, evaluations = [], []
     for name, flags in zip("AB", namespace.compare, strict=True):
         with _load(_with_flags(namespace, flags)) as llm:
+            origin = _origin(llm, plan)
             evaluations.append(_evaluate(llm, plan, name))
-            records.append({**as_json(evaluations[-1]), **_origin(llm, plan), "flags": flags.strip()})
+            records.append({**as_json(evaluations[-1]), **origin, "flags": flags.strip()})
     record = {"a": records[0], "b": records[1], "differences": compare(*evaluations)}
     for name, part in zip("AB", records, strict=True):
         console.print(f"\n{name}: {part['flags'] or '(no flags)'}")
@@ -176,7 +178,7 @@ def _progress(bar: Any, name: str) -> Callable[[str, int, int], None]:
 
 
 def _origin(llm: LLM, plan: Plan) -> dict[str, Any]:
-    """Where scores come from."""
+    """Where scores come from; asked before they are made, since a source tree may change meanwhile."""
     config = llm.engine.config
     return {
         "model": {"path": str(config.model.path), "digest": model_digest(Path(config.model.path))},
