@@ -182,7 +182,7 @@ def test_every_sampling_field_has_a_flag_with_its_description():
     text = sub.choices["generate"].format_help()
     for field in dataclasses.fields(SamplingParams):
         flag = "--" + field.name.replace("_", "-")
-        assert (flag in text) == (field.name != "eos_id"), flag
+        assert (flag in text) == (field.name not in ("eos_id", "structured")), flag
     assert "Divides the logits" in text
 
 
