@@ -27,6 +27,7 @@ from deepinfer.evaluation.suite import DEFAULT_SAMPLES, QUICK_SAMPLES, SUITES, t
 
 _ROOT = Path(__file__).parents[3]
 _MAX_SEQS = 32
+_FILE_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +70,7 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigError(f"--json is {namespace.json}", why="its directory does not exist", fix="make it first")
     if namespace.compare and namespace.ablations:
         raise ConfigError("--compare and --ablations", why="each has tables of its own", fix="run them one by one")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     record = _compared(namespace, plan, console) if namespace.compare else _single(namespace, plan, console)
     if namespace.json is not None:
         text = json.dumps(_relative(record), indent=1, ensure_ascii=False)
