@@ -20,6 +20,16 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked slow run with ``-m slow`` only; each has a sampled sister that always runs."""
+    if "slow" in config.option.markexpr:
+        return
+    slow = {item for item in items if item.get_closest_marker("slow")}
+    if slow:
+        config.hook.pytest_deselected(items=list(slow))
+        items[:] = [item for item in items if item not in slow]
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seeds() -> None:
     """Same random numbers for every test, whatever ran before it. torch is touched only where a test imported it."""

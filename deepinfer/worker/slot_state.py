@@ -72,3 +72,14 @@ class SlotState:
         self.num_drafts[slot] = len(drafts)
         self.drafts[slot, : len(drafts)] = drafts
         self.confidence[slot, : len(drafts)] = confidence
+
+    def force(self, slot: int, tokens: Sequence[int]) -> None:
+        """Tokens that are certain to follow: the first drafts of a slot, whatever was proposed."""
+        count = len(tokens)
+        if not count:
+            return
+        if self.drafts[slot, :count].tolist() != list(tokens):
+            self.num_drafts[slot] = count  # what was proposed behind other tokens means nothing
+        self.num_drafts[slot] = max(count, int(self.num_drafts[slot]))
+        self.drafts[slot, :count] = tokens
+        self.confidence[slot, :count] = 1.0

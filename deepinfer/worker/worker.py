@@ -156,6 +156,7 @@ class Worker:
             tokens = [found[chunks[place].request_id].token_ids for place in alive]
             with timer.phase("draft"):
                 survivals = self._draft([chunks[place] for place in alive], [owners[place] for place in alive], tokens)
+        self._jump_ahead(chunks, owners, found)
         sample_ms, draft_ms = timer.milliseconds("sample") - begin[0], timer.milliseconds("draft") - begin[1]
         return StepTokens(found, verified.rows, survivals, sample_ms, draft_ms)
 
@@ -226,6 +227,21 @@ class Worker:
             # they get a token that the model knows, and what they give is dropped.
             self.slots.advance(chunk, [0] if bad[place] else emitted)
         return found
+
+    def _jump_ahead(self, chunks: list[Chunk], owners: list[RowOwner], found: dict[str, SequenceTokens]) -> None:
+        """Where a grammar allows one token only, take it as a draft that is sure to stand, drafted or not.
+
+        A draft model under the grammar's masks proposes the same tokens; without one they cost no sampling at all.
+        """
+        most = self.slots.drafts.shape[1]
+        for chunk, owner in zip(chunks, owners, strict=True):
+            tokens = found[chunk.request_id]
+            if owner.grammar is None or tokens.is_bad or not most:
+                continue
+            taken = [token for token in tokens.token_ids if owner.grammar.accept(token)]
+            forced = owner.grammar.forced_tokens(most) if len(taken) == len(tokens.token_ids) else []
+            owner.grammar.rollback(len(taken))
+            self.slots.force(chunk.state_slot, forced)
 
     def _draft(self, chunks: list[Chunk], owners: list[RowOwner], tokens: list[list[int]]) -> dict[str, list[float]]:
         """Propose drafts behind the newest tokens. Returns survivals by sequence."""
