@@ -16,13 +16,14 @@ from deepinfer.entrypoints.cli import main
 
 def test_a_record_holds_measurements_ratios_and_origins(model_path, tmp_path, capsys):
     file = tmp_path / "record.json"
-    sizes = ["--lengths", "32,64,4096", "--batches", "1,3", "--steps", "2", "--max-model-len", "160"]
+    sizes = ["--lengths", "32,144,4096", "--batches", "1,3", "--steps", "2", "--max-model-len", "160"]
     assert main(["bench", "--model", str(model_path), *sizes, "--num-threads", "1", "--json", str(file)]) == 0
     out, err = capsys.readouterr()
     assert "skipping prompts of 4096 tokens" in err
     assert "compare ratios" in out
     record = json.loads(file.read_text(encoding="utf-8"))
-    assert [row["prompt_tokens"] for row in record["prefill"]] == [32, 64]
+    assert [row["prompt_tokens"] for row in record["prefill"]] == [32, 144]
+    assert [row["cached_share"] for row in record["prefix_cache"]] == [0, 128 / 144], "whole blocks are found again"
     assert [row["batch"] for row in record["decode"]] == [1, 3]
     for row in record["decode"]:
         assert {"schedule", "batch", "forward", "sample", "commit"} <= set(row["phase_shares"])

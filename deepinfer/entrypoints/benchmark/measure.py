@@ -91,6 +91,35 @@ def measure_prefill(engine: Engine, prompt_tokens: int, seed: int) -> PrefillRec
     return PrefillRecord(prompt_tokens, num_steps, seconds, dict(timer.seconds), peak_rss_bytes())
 
 
+@dataclass(frozen=True, slots=True)
+class HitRecord:
+    """One prompt, computed and then found in the prefix cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    cold_seconds: float
+    hit_seconds: float
+
+    def as_row(self) -> dict[str, float]:
+        """For the record: ratios rather than times, which are noise on a shared machine."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_share": self.cached_tokens / self.prompt_tokens,
+            "hit_over_cold": self.hit_seconds / self.cold_seconds,
+        }
+
+
+def measure_hit(engine: Engine, prompt_tokens: int, seed: int) -> HitRecord | None:
+    """The same prompt twice; None without a prefix cache."""
+    if engine.scheduler.prefix is None:
+        return None
+    cold = measure_prefill(engine, prompt_tokens, seed)
+    before = engine.scheduler.prefix.statistics.num_cached_tokens
+    hit = measure_prefill(engine, prompt_tokens, seed)
+    cached = engine.scheduler.prefix.statistics.num_cached_tokens - before
+    return HitRecord(prompt_tokens, cached, cold.seconds, hit.seconds)
+
+
 def measure_decode(engine: Engine, batch: int, num_steps: int, seed: int) -> DecodeRecord:
     """Decode ``num_steps`` steps with ``batch`` running sequences; prompts are computed before the clock starts."""
     warm_up = 3

@@ -19,6 +19,8 @@ def render(record: dict[str, Any]) -> str:
     if record["prefill"]:
         parts += ["\nPrefill, one prompt at a time:", _prefill(record["prefill"])]
         parts += [_ops("Operators in the longest prompt", record["prefill"][-1])]
+    if record["prefix_cache"]:
+        parts += ["\nThe same prompt again, from the prefix cache:", _hits(record["prefix_cache"])]
     if record["decode"]:
         parts += ["\nDecode:", _decode(record["decode"])]
         parts += [_ops(f"Operators with {record['decode'][-1]['batch']} sequences", record["decode"][-1])]
@@ -52,6 +54,14 @@ def _prefill(rows: Sequence[dict[str, Any]]) -> str:
         " the index scan as at the shortest\nprompt and lets the scan grow with the entries that it has to score."
     )
     return _table(head, body) + "\n" + note
+
+
+def _hits(rows: Sequence[dict[str, Any]]) -> str:
+    head = ("tokens", "cached", "hit/cold")
+    body = [
+        (f"{row['prompt_tokens']}", f"{100 * row['cached_share']:.0f} %", f"{row['hit_over_cold']:.3f}") for row in rows
+    ]
+    return _table(head, body)
 
 
 def _decode(rows: Sequence[dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from deepinfer.checkpoint.tiny import tiny_config
 from deepinfer.engine.engine import Engine
-from deepinfer.entrypoints.benchmark.measure import measure_decode, measure_prefill, peak_rss_bytes
+from deepinfer.entrypoints.benchmark.measure import measure_decode, measure_hit, measure_prefill, peak_rss_bytes
 from deepinfer.entrypoints.benchmark.plot import plot_record, require_matplotlib
 from deepinfer.entrypoints.benchmark.record import (
     decode_rows,
@@ -78,6 +78,7 @@ def measure(engine: Engine, namespace: argparse.Namespace) -> dict[str, Any]:
         print(f"prefill of {length} tokens ...", file=sys.stderr)
         runs = [measure_prefill(engine, length, seed + repeat) for repeat in range(namespace.repeats)]
         prefill.append(min(runs, key=lambda run: run.seconds))  # what others take from a shared machine only adds
+    hits = [measure_hit(engine, length, seed + namespace.repeats) for length in lengths]
     for batch in namespace.batches:
         print(f"decode of {batch} sequences ...", file=sys.stderr)
         decode.append(measure_decode(engine, batch, namespace.steps, seed))
@@ -90,6 +91,7 @@ def measure(engine: Engine, namespace: argparse.Namespace) -> dict[str, Any]:
         "seed": seed,
         "load_average": {"before": load, "after": load_average()},
         "prefill": prefill_rows(prefill, engine.model_config) if prefill else [],
+        "prefix_cache": [hit.as_row() for hit in hits if hit is not None],
         "decode": decode_rows(decode),
         "memory": {
             "cache_bytes": config.cache.num_blocks * sizes.block_bytes
