@@ -122,6 +122,8 @@ class SpeculationConfig:
     """Choose the number of verified drafts by confidence and cost."""
     sampler: str
     """``gumbel`` or ``rejection``."""
+    stops_where_it_does_not_pay: bool = False
+    """Compare now and then with steps that do not draft, and stop drafting where those give more tokens per time."""
     temperatures: tuple[float, ...]
     """Of the draft's confidence: none, one for all slots, or one per slot."""
     log_path: Path | None = None

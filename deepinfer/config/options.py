@@ -154,7 +154,7 @@ OPTIONS: tuple[Option, ...] = (
         field="speculation.num_tokens",
         kind=Kind.INT,
         default=AUTO,
-        rule="the draft's block size if the checkpoint has a draft, else 0",
+        rule="the draft's block size if the checkpoint has a draft, while it pays (sampler gumbel); else 0",
         unit="tokens",
         help="Most draft tokens per sequence and step; 0 turns speculation off.",
     ),

@@ -249,9 +249,13 @@ def _scheduler(
 def _speculation(values: Mapping[str, Any], model: ModelConfig, reasons: list[Reason]) -> SpeculationConfig:
     stages, block = model.text.num_nextn_predict_layers, model.text.dspark_block_size
     number = values["num_speculative_tokens"]
+    # The rejection sampler's output depends on where steps begin, so nothing but the caller may decide about them.
+    is_free = number == AUTO and values["sampler"] == "gumbel"
     if number == AUTO:
         number = block if stages else 0
-        why = "the draft's block size" if stages else "the model has no draft"
+        why = "the model has no draft"
+        if stages:
+            why = "the draft's block size" + (", and none where drafting does not pay" if is_free else "")
         reasons.append(Reason("speculation.num_tokens", number, why))
     elif number > 0 and not stages:
         raise ConfigError(
@@ -263,6 +267,7 @@ def _speculation(values: Mapping[str, Any], model: ModelConfig, reasons: list[Re
         num_tokens=number,
         adaptive=values["adaptive_verification"],
         sampler=values["sampler"],
+        stops_where_it_does_not_pay=values["adaptive_verification"] or is_free,
         temperatures=tuple(values["confidence_temperatures"]),
         log_path=values["confidence_log"],
         cost_dir=values["cost_cache_dir"],

@@ -142,8 +142,9 @@ def build_engine(
     scheduler = Scheduler(config.scheduler, pool, StateSlots(num_slots), history_len, prefix)
     worker = build_worker(config, runner, SlotState(num_slots, num_drafts, history_len))
     planner = None
-    if num_drafts and config.speculation.adaptive:
-        planner = VerificationPlanner(step_cost(config, runner), runner.timer)
+    if num_drafts and config.speculation.stops_where_it_does_not_pay:
+        cost = step_cost(config, runner) if config.speculation.adaptive else None
+        planner = VerificationPlanner(cost, runner.timer)
         runner.timer.reset()
     engine = Engine(config, model_config, tokenizer, worker, scheduler, planner)
     return engine, () if reason is None else (reason,)

@@ -23,11 +23,11 @@ class VerificationPlanner:
     the host anyway.
 
     Args:
-        cost: estimates the time of a step; refined by every step that runs.
+        cost: estimates the time of a step; refined by every step that runs. None verifies every draft that is made.
         timer: where times of the host's own work are read from.
     """
 
-    def __init__(self, cost: RefinedCost, timer: StepTimer) -> None:
+    def __init__(self, cost: RefinedCost | None, timer: StepTimer) -> None:
         self.cost = cost
         self.gate = DraftGate()
         self._rates = StaleRates()
@@ -37,7 +37,7 @@ class VerificationPlanner:
     def total_rows(self, plan: StepPlan) -> int | None:
         """Rows that all decoding sequences of ``plan`` share; None if there are none."""
         decoding = [chunk for chunk in plan.chunks if not chunk.is_prefill]
-        if not decoding:
+        if not decoding or self.cost is None:
             return None
         survivals = [self._rates.for_budget(chunk.request_id, chunk.num_rows - 1) for chunk in decoding]
         prefill_rows = plan.num_rows - sum(chunk.num_rows for chunk in decoding)
@@ -67,7 +67,8 @@ class VerificationPlanner:
         # What grows with the rows is the forward and the choice of tokens; the rest goes by requests.
         fixed_ms = tokens.draft_ms + host_ms
         rows_ms = step.forward_ms + tokens.sample_ms
-        self.cost.observe(step.plan.num_rows, num_requests, rows_ms, fixed_ms)
+        if self.cost is not None:
+            self.cost.observe(step.plan.num_rows, num_requests, rows_ms, fixed_ms)
         if not any(chunk.is_prefill for chunk in step.plan.chunks):
             emitted = sum(len(each.token_ids) for each in tokens.by_sequence.values())
             self.gate.observe(num_requests, bool(tokens.survivals), emitted, rows_ms + fixed_ms)
