@@ -16,6 +16,10 @@ BLOCK_TOKENS = 128
 """Tokens of one block of KV memory over all streams; a design constant of the cache, not a tuning knob."""
 
 
+MAX_CHECKPOINTS = 2**20
+"""Most states in host memory; the released model's have 3 MB each."""
+
+
 def _require(condition: bool, field: str, value: object, why: str, fix: str) -> None:
     if not condition:
         raise ConfigError(f"{field} is {value!r}", why=why, fix=fix)
@@ -95,6 +99,13 @@ class CacheConfig:
             self.block_tokens,
             f"caches, tables and their sizes are laid out for blocks of {BLOCK_TOKENS} tokens",
             f"leave it out, or give {BLOCK_TOKENS}",
+        )
+        _require(
+            0 <= self.num_checkpoints <= MAX_CHECKPOINTS,
+            "prefix_checkpoints",
+            self.num_checkpoints,
+            "each is a state of a sequence in host memory",
+            f"give a number from 0 to {MAX_CHECKPOINTS}",
         )
         _require(
             self.prefix_cache in ("off", "bounded", "exact"),

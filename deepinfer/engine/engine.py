@@ -32,6 +32,7 @@ from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.scheduler.sequence import FINISH_ABORT, Sequence
 from deepinfer.structured.spec import StructuredSpec
 from deepinfer.tokenizer.tokenizer import Tokenizer
+from deepinfer.tokenizer.valid_text import require_text
 from deepinfer.worker.worker import Launched, RowOwner, SequenceTokens, StepTokens, Worker
 
 logger = logging.getLogger(__name__)
@@ -116,17 +117,19 @@ class Engine:
         Raises:
             RequestError: empty prompt, an id out of range, parameters that don't fit the model, or an id in use.
         """
+        self._require_open()
         ids = check_prompt_ids(prompt_ids, "prompt_token_ids", self.model_config.text.vocab_size)
         spec = self.check_params(params)
         if request_id is None:
             request_id = next(name for name in map(str, self._numbers) if name not in self._requests)
         elif request_id in self._requests:
             raise RequestError("request_id", request_id, why="a live request has this id", fix="choose another id")
-        request = Request(request_id, prompt, ids, params, cache_salt=cache_salt)
-        seed = self._seeds.getrandbits(64) if params.seq_seed is None else params.seq_seed
-        make_branches(request, seed, self._serials, self.config, self.model_config, self.tokenizer)
+        request = Request(request_id, prompt, ids, params, cache_salt=require_text(cache_salt, "cache_salt"))
         if spec is not None:
             self._grammars.submit(request_id, spec, ids)
+        # Drawn only now: a request that is refused must not change the seeds of those after it.
+        seed = self._seeds.getrandbits(64) if params.seq_seed is None else params.seq_seed
+        make_branches(request, seed, self._serials, self.config, self.model_config, self.tokenizer)
         self._requests[request_id] = request
         if spec is None:
             self._enqueue(request)
@@ -214,8 +217,7 @@ class Engine:
         With asynchronous scheduling a step is planned and launched before the step before it is committed, so results
         come one step later; the order of the calls is otherwise the same.
         """
-        if self._is_closed:
-            raise EngineError("this engine is closed", why="its memory was given back", fix="make a new one")
+        self._require_open()
         self._admit_compiled()
         with self.timer.phase("schedule"):
             plan = self.scheduler.schedule()
@@ -275,7 +277,7 @@ class Engine:
         try:
             if self._scoring:
                 with self.timer.phase("sample"):
-                    score_prompts(step.plan, step.launched.result, self._scoring, self.tokenizer)
+                    score_prompts(step.launched.plan, step.launched.result, self._scoring, self.tokenizer)
             return replace(step, tokens=self.worker.sample(step.launched, states, wants_drafts))
         except Exception as error:
             return self._failed(step.plan, error)
@@ -314,17 +316,22 @@ class Engine:
             return {}
         good = {}
         for name, found in step.tokens.by_sequence.items():
-            if not found.is_bad:
+            if found.token_ids:
                 good[name] = found
-            elif name in self._branches:
-                position = self._branches[name][1].sampling.next_position
-                self._fail_sequence(
-                    name,
-                    f"no token can be sampled at position {position} or a few behind it: the logits are not finite, or "
-                    "every token is masked. Check logit_bias and allowed_token_ids; if they are not set, the model's "
-                    "output is NaN.",
-                )
+            elif found.is_bad:
+                self._fail_bad_row(name)
         return good
+
+    def _fail_bad_row(self, sequence_id: str) -> None:
+        """End a sequence whose next token has no distribution. Nothing happens if it has ended before that token."""
+        if sequence_id in self._branches:
+            position = self._branches[sequence_id][1].sampling.next_position
+            self._fail_sequence(
+                sequence_id,
+                f"no token can be sampled at position {position}: every token is masked, or the logits are not finite. "
+                "Check allowed_token_ids, logit_bias and token_blacklist, and whether a grammar is complete before "
+                "min_tokens or first_n_token_no_eos allow the end; if none of them is set, the model's output is NaN.",
+            )
 
     def _add_tokens(self, sequence: Sequence, found: SequenceTokens, report: SamplerOutput) -> None:
         """Add a sequence's tokens up to the one that ends it; those behind are dropped."""
@@ -354,6 +361,8 @@ class Engine:
         if output.finish_reason is not None:
             request.error = request.error or branch.builder.cut_short
             self._end_branch(request, branch, output.finish_reason)
+        elif found.is_bad:
+            self._fail_bad_row(sequence.request_id)
         self._changed[request.request_id] = request
 
     def _logprobs_of(self, request: Request, report: SamplerOutput, row: int, token: int) -> TokenLogprobs:
@@ -415,6 +424,10 @@ class Engine:
             if request.finished:
                 self._requests.pop(request.request_id, None)
         return changed
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("this engine is closed", why="its memory was given back", fix="make a new one")
 
     def close(self) -> None:
         """End the processes and threads of structured output. Requests that still run are never finished."""

@@ -95,6 +95,13 @@ class Grammars:
     def check(self, params: SamplingParams) -> StructuredSpec | None:
         """The description of a request. Raises RequestError if it can't be served here."""
         spec = spec_of(params)
+        if spec is not None and params.ignore_eos:
+            raise RequestError(
+                "ignore_eos",
+                True,
+                why="a grammar ends with EOS, and what came behind it could be anything",
+                fix="leave ignore_eos out, or the grammar",
+            )
         if spec is not None and self._tokenizer is None:
             raise RequestError(
                 "structured", spec, why="this engine has no tokenizer to write text with", fix="leave it out"

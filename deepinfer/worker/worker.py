@@ -47,7 +47,7 @@ class SequenceTokens:
     """What one sequence got out of a step."""
 
     token_ids: list[int]
-    """The accepted drafts and one token more."""
+    """The accepted drafts and one token more, unless that one is bad."""
     first_row: int
     """Row of the sampler's report for the first of them."""
     num_drafts: int
@@ -55,11 +55,11 @@ class SequenceTokens:
     confidence: list[float]
     """Of all drafts that were proposed, verified or not; meaningless if none were verified."""
     is_bad: bool
-    """The distribution of one of the tokens was not finite: none of them means anything."""
+    """The token behind ``token_ids`` has no distribution: not finite, or everything is masked."""
 
     @property
     def num_accepted(self) -> int:
-        return len(self.token_ids) - 1
+        return len(self.token_ids) - (not self.is_bad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Worker:
             emitted = tokens[place][: accepted[place] + 1]
             num_drafts = 0 if chunk.is_prefill else chunk.num_sampled - 1
             found[chunk.request_id] = SequenceTokens(
-                emitted,
+                emitted[:-1] if bad[place] else emitted,  # accepted drafts are good, so only the last can be bad
                 first_rows[place],
                 num_drafts,
                 self.slots.confidence[chunk.state_slot].tolist(),
@@ -225,7 +225,7 @@ class Worker:
             )
             # A sequence with a bad row ends at the commit. A step that was planned ahead may still run rows of it:
             # they get a token that the model knows, and what they give is dropped.
-            self.slots.advance(chunk, [0] if bad[place] else emitted)
+            self.slots.advance(chunk, [*emitted[:-1], 0] if bad[place] else emitted)
         return found
 
     def _jump_ahead(self, chunks: list[Chunk], owners: list[RowOwner], found: dict[str, SequenceTokens]) -> None:

@@ -10,11 +10,13 @@ import torch
 
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.outputs import RequestOutput
-from deepinfer.errors import EngineError
+from deepinfer.errors import EngineError, RequestError
 from deepinfer.sampling.params import SamplingParams
+from deepinfer.structured.spec import Choice
 from tests.engine.support import make_engine, random_ids
 
 BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+PLAIN = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 DRAFTS = pytest.mark.parametrize("drafts", [0, 4])
 
 
@@ -95,3 +97,56 @@ def test_a_closed_engine_says_so(tiny_path: Path) -> None:
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         engine.run_step()
+
+
+@BOTH
+def test_prompt_logprobs_are_right_whatever_the_neighbours_verify(tiny_path: Path, is_async: bool) -> None:
+    """The rows of a step are those that ran, not those that were planned."""
+    scored = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0, ignore_eos=True)
+    prompt = random_ids(40, seed=77)
+    alone = make_engine(tiny_path, num_speculative_tokens=0, prefix_cache="off")
+    name = alone.add_request(prompt, scored)
+    expected = run(alone)[name].prompt_logprobs
+    for steps in (1, 2, 5):
+        engine = make_engine(tiny_path, async_scheduling=is_async, num_speculative_tokens=4, adaptive_verification=True)
+        others = [engine.add_request(random_ids(6, seed=index), PLAIN) for index in range(4)]
+        for _ in range(steps):
+            engine.run_step()
+        name = engine.add_request(prompt, scored)
+        others.append(engine.add_request(random_ids(30, seed=9), PLAIN))
+        results = run(engine)
+        assert results[name].prompt_logprobs == expected, f"after {steps} steps"
+        assert all(results[other].error is None for other in others)
+
+
+@BOTH
+@DRAFTS
+def test_a_stop_before_a_bad_row_wins(tiny_path: Path, is_async: bool, drafts: int) -> None:
+    """The earliest event ends a request, also inside a block of drafts."""
+    engine = make_engine(tiny_path, async_scheduling=is_async, num_speculative_tokens=drafts)
+    params = SamplingParams(
+        structured=Choice(["yes"]), stop=["ye"], first_n_token_no_eos=8, max_tokens=12, temperature=0
+    )
+    name = engine.add_request([1, 2, 3], params)
+    output = run(engine)[name]
+    engine.close()
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason, output.error) == ("stop", "ye", None)
+
+
+def test_refused_requests_leave_nothing_behind(tiny_path: Path) -> None:
+    engine, twin = make_engine(tiny_path), make_engine(tiny_path)
+    sampled = SamplingParams(max_tokens=6, ignore_eos=True)
+    with pytest.raises(RequestError, match="ignore_eos"):
+        engine.add_request([1], SamplingParams(structured=Choice(["a"]), ignore_eos=True))
+    with pytest.raises(RequestError, match="after_reasoning"):
+        engine.add_request([1], SamplingParams(structured=Choice(["a"], after_reasoning="zzz")))
+    for salt in (None, 5, "\ud800"):
+        with pytest.raises(RequestError, match="cache_salt"):
+            engine.add_request([1], PLAIN, cache_salt=salt)  # type: ignore[arg-type]
+    assert not engine.has_work()
+    names = engine.add_request([4, 5], sampled), twin.add_request([4, 5], sampled)
+    tokens = [run(each)[name].outputs[0].token_ids for each, name in zip((engine, twin), names, strict=True)]
+    assert tokens[0] == tokens[1], "a refused request must not change the seeds of later ones"
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.add_request([1], PLAIN)
