@@ -19,7 +19,7 @@ demo: build
 	$(PYTHON_IN_VENV) -m deepinfer demo
 
 test: build
-	OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: build
 	$(PYTHON_IN_VENV) -m ruff check .
