@@ -317,8 +317,16 @@ def test_demo_says_what_the_model_is_and_batches_like_it_streams(model_path, cap
     assert main(["demo", "--model", str(model_path), "--max-tokens", "4", *FAST]) == 0
     out = capsys.readouterr().out
     assert "tokens/s" in out
-    assert "4 of 4 texts are the same" in out
+    assert "2 of 2 texts are the same" in out
     assert "What to try next" in out
+
+
+def test_demo_of_the_trained_model_shows_tasks_and_whether_the_answers_are_right(capsys):
+    assert main(["demo", "--max-tokens", "48"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("tokens/s, right]") + out.count("tokens/s, expected: ") == 4
+    assert out.count("tokens/s, right]") >= 3  # how often over many tasks: docs/tiny_model/eval.json
+    assert "6 of 6 texts are the same" in out
 
 
 def test_the_default_model_is_made_once_and_called_random(monkeypatch, tmp_path):
