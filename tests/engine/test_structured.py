@@ -55,9 +55,10 @@ def plain(tiny_path: Path) -> list[Any]:
     return run(make_engine(tiny_path, num_speculative_tokens=0, async_scheduling=False), 24)
 
 
-def test_finished_texts_are_valid(plain: list[Any]) -> None:
+def num_valid(results: list[Any]) -> int:
+    """How many constrained texts ended on their own; every one of them has to be valid."""
     num_checked = 0
-    for index, (_, text, reason) in enumerate(plain):
+    for index, (_, text, reason) in enumerate(results):
         spec = SPECS[index % len(SPECS)]
         if spec is None or reason != "stop":
             continue
@@ -68,7 +69,11 @@ def test_finished_texts_are_valid(plain: list[Any]) -> None:
             assert re.fullmatch(r"[a-c]{2,5}-[0-9]{1,3}", text)
         else:
             assert text in ("yes", "no", "perhaps")
-    assert num_checked >= 12
+    return num_checked
+
+
+def test_finished_texts_are_valid(plain: list[Any]) -> None:
+    assert num_valid(plain) >= 12
 
 
 @pytest.mark.parametrize(
@@ -82,9 +87,7 @@ def test_drafts_and_schedule_change_nothing(tiny_path: Path, plain: list[Any], a
 
 
 def test_rejection_sampler_writes_valid_texts(tiny_path: Path) -> None:
-    for index, (_, text, reason) in enumerate(run(make_engine(tiny_path, sampler="rejection"), 12)):
-        if isinstance(SPECS[index % len(SPECS)], JsonSchema) and reason == "stop":
-            jsonschema.validate(json.loads(text), SCHEMA)
+    assert num_valid(run(make_engine(tiny_path, sampler="rejection"), 12)) >= 6
 
 
 def test_a_bad_schema_ends_its_request_only(tiny_path: Path) -> None:
