@@ -1,0 +1,1 @@
+"""Development tools for the GPU kernels."""
