@@ -16,6 +16,7 @@ from deepinfer.layers.caches import BLOCK_TOKENS, CacheGeometry
 from deepinfer.messages import Chunk, StepPlan
 from deepinfer.ops.step_views import ChunkSpan, PairView, RingView, StreamView
 from deepinfer.worker.decoder_rows import kept_rows, narrows_decoder
+from deepinfer.worker.device_step import ngram_ids, padded_block_tables, token_ids
 from deepinfer.worker.ragged_rows import Ints, RaggedRows
 
 
@@ -69,21 +70,18 @@ class StepBatchBuilder:
         """Lay out the rows of ``plan``. Every token id must be known (no placeholders)."""
         chunks = plan.chunks
         rows = RaggedRows.of_chunks(chunks)
-        ids = np.fromiter((token for chunk in chunks for token in chunk.token_ids), np.int64, rows.total)
-        assert ids.min() >= 0, "placeholders are resolved before a batch is built"
+        ids = token_ids(chunks, rows.total)
         sample_rows = np.concatenate(
             [np.arange(end - chunk.num_sampled, end) for chunk, end in zip(chunks, rows.ends, strict=True)]
         )
-        tables = np.zeros((len(chunks), max(len(chunk.block_table) for chunk in chunks)), np.int64)
-        for index, chunk in enumerate(chunks):
-            tables[index, : len(chunk.block_table)] = chunk.block_table
+        tables = padded_block_tables(chunks)
         decoder = None
         if narrows_decoder(chunks, self.geometry.window):
             decoder, sample_rows = self._decoder(chunks, tables)
         return StepBatch(
             ids=self._move(ids),
             positions=self._move(rows.positions),
-            ngram_ids=self._move(self._ngram_ids(chunks, rows, ids)),
+            ngram_ids=self._move(ngram_ids(chunks, rows, ids, self.max_ngram)),
             sample_rows=self._move(sample_rows),
             window=self._window(rows),
             streams=self._streams(rows, tables),
@@ -107,21 +105,6 @@ class StepBatchBuilder:
             streams=self._streams(kept.ragged, tables[kept.chunks]),
         )
         return batch, kept.sample_rows
-
-    def _ngram_ids(self, chunks: Sequence[Chunk], rows: RaggedRows, ids: Ints) -> Ints:
-        """Each row's id and the ``n - 1`` true ids before it, whatever the chunking (spec 4.10 d)."""
-        older = self.max_ngram - 1
-        history = np.full((len(chunks), older), -1)
-        for index, chunk in enumerate(chunks):
-            known = chunk.history[len(chunk.history) - min(older, len(chunk.history)) :]
-            history[index, older - len(known) :] = known
-        columns = [ids]
-        row = np.arange(rows.total)
-        for back in range(1, self.max_ngram):
-            inside = rows.offset >= back
-            before = history[rows.sequence, np.where(inside, 0, older - back + rows.offset)]
-            columns.append(np.where(inside, ids[np.maximum(row - back, 0)], before))
-        return np.stack(columns, axis=1)
 
     def _window(self, rows: RaggedRows) -> RingView:
         geometry = self.geometry

@@ -1,0 +1,90 @@
+"""From a :class:`StepPlan` to the table that the device expands (:mod:`deepinfer.layers.fused.device_rows`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepinfer.layers.fused.device_rows import Column, row_table
+from deepinfer.messages import Chunk
+from deepinfer.ops.step_views import ChunkSpan
+from deepinfer.worker.ragged_rows import RaggedRows
+
+
+@dataclass(frozen=True, slots=True)
+class HostTable:
+    """What the host knows of some rows. NumPy, int32."""
+
+    table: np.ndarray
+    """``[len(Column), rows]``"""
+    block_tables: np.ndarray
+    """``[sequences, blocks]``"""
+    spans: tuple[ChunkSpan, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.table.shape[1]
+
+
+def host_table(rows: RaggedRows, ids: np.ndarray, block_tables: np.ndarray) -> HostTable:
+    """The table of a ragged batch.
+
+    Args:
+        ids: ``[rows]`` token ids. block_tables: ``[sequences, blocks]``.
+    """
+    sequence = rows.sequence
+    table = row_table(
+        {
+            Column.TOKEN: ids,
+            Column.POSITION: rows.positions,
+            Column.SLOT: rows.slots[sequence],
+            Column.FLOOR: rows.floors[sequence],
+            Column.START: rows.starts[sequence],
+            Column.END: (rows.starts + rows.counts)[sequence],
+            Column.ENTRY_FLOOR: rows.entry_floors[sequence],
+            Column.SEQUENCE: sequence,
+        }
+    )
+    spans = tuple(
+        ChunkSpan(int(begin), int(end), int(start + end - begin - 1))
+        for begin, end, start in zip(rows.begins, rows.ends, rows.starts, strict=True)
+    )
+    return HostTable(table, block_tables.astype(np.int32), spans)
+
+
+def padded_block_tables(chunks: Sequence[Chunk], width: int | None = None) -> np.ndarray:
+    """``[sequences, blocks]`` int32, padded with block 0.
+
+    Args:
+        width: blocks per row; default the longest table.
+    """
+    longest = max(len(chunk.block_table) for chunk in chunks)
+    tables = np.zeros((len(chunks), width or longest), np.int32)
+    for index, chunk in enumerate(chunks):
+        tables[index, : len(chunk.block_table)] = chunk.block_table
+    return tables
+
+
+def token_ids(chunks: Sequence[Chunk], num_rows: int) -> np.ndarray:
+    """``[rows]`` int64, every one known."""
+    ids = np.fromiter((token for chunk in chunks for token in chunk.token_ids), np.int64, num_rows)
+    assert ids.min() >= 0, "placeholders are resolved before a batch is built"
+    return ids
+
+
+def ngram_ids(chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray, size: int) -> np.ndarray:
+    """``[rows, size]`` each row's id and the ones before it, newest first; -1 before the start (spec 4.10 d)."""
+    older = size - 1
+    history = np.full((len(chunks), older), -1)
+    for index, chunk in enumerate(chunks):
+        known = chunk.history[len(chunk.history) - min(older, len(chunk.history)) :]
+        history[index, older - len(known) :] = known
+    columns = [ids]
+    row = np.arange(rows.total)
+    for back in range(1, size):
+        inside = rows.offset >= back
+        before = history[rows.sequence, np.where(inside, 0, older - back + rows.offset)]
+        columns.append(np.where(inside, ids[np.maximum(row - back, 0)], before))
+    return np.stack(columns, axis=1)
