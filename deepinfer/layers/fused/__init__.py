@@ -1,1 +1,1 @@
-"""Layers of the NVIDIA path: packed weights, fused kernels, nothing on the host between the first launch and the last."""
+"""Layers of the NVIDIA path: packed weights, fused kernels, no host work between the first launch and the last."""

@@ -1,8 +1,8 @@
 """The rows of a step as the kernels see them: one entry per row, fixed shapes, int32, everything on the device.
 
-Unlike :mod:`deepinfer.ops.step_views`, which lists what exists (so its shapes depend on the step), every tensor here has
-one element per row and says -1 where there is nothing. The same launches then serve every step of a batch size, which is
-what a CUDA graph needs.
+Unlike :mod:`deepinfer.ops.step_views`, which lists what exists (so its shapes depend on the step), every tensor here
+has one element per row and says -1 where there is nothing. The same launches then serve every step of a batch size,
+which is what a CUDA graph needs.
 """
 
 from __future__ import annotations
