@@ -24,8 +24,8 @@ from deepinfer.config.model import ModelConfig
 _POOL = 262_147
 """Random elements drawn per tensor; larger tensors repeat them. Prime, so that no two rows of a weight are equal."""
 
-_E4M3_STD = 64.0  # standard deviation of e4m3 codes: 7 sigma below saturation
-_E2M1_STD = math.sqrt(68.5 / 8)  # of uniformly drawn e2m1 codes
+E4M3_STD = 64.0  # standard deviation of e4m3 codes: 7 sigma below saturation
+E2M1_STD = math.sqrt(68.5 / 8)  # of uniformly drawn e2m1 codes
 
 
 class DummyCheckpoint(TensorSource):
@@ -51,16 +51,16 @@ class DummyCheckpoint(TensorSource):
             codes, table_scale = table.gather(torch.arange(spec.shape[0]))
             return StoredTensor(spec.name, spec.kind, spec.shape, codes.view(torch.float8_e4m3fn), table_scale)
         rng = np.random.Generator(np.random.SFC64(seed_of(self.seed, spec.name)))
-        drawn = self._distribution(spec)
+        drawn = self.distribution(spec)
         if not spec.kind.is_quantized:
             return StoredTensor(spec.name, spec.kind, spec.shape, _plain_values(spec, drawn, rng), None)
         if spec.kind is Kind.FP8:
-            pool = codecs.e4m3_encode(_E4M3_STD * _normal(rng, math.prod(spec.shape)))
-            data, code_std = _repeat(pool, spec.stored_shape).view(torch.float8_e4m3fn), _E4M3_STD
+            pool = codecs.e4m3_encode(E4M3_STD * _normal(rng, math.prod(spec.shape)))
+            data, code_std = _repeat(pool, spec.stored_shape).view(torch.float8_e4m3fn), E4M3_STD
         else:
             size = min(math.prod(spec.stored_shape), _POOL)
             pool = torch.from_numpy(rng.integers(0, 256, size, dtype=np.uint8))
-            data, code_std = _repeat(pool, spec.stored_shape), _E2M1_STD
+            data, code_std = _repeat(pool, spec.stored_shape), E2M1_STD
         assert spec.scale_shape is not None
         exponent = math.floor(math.log2(drawn.std / code_std))
         coin = torch.from_numpy(rng.integers(0, 2, spec.scale_shape, dtype=np.uint8))
@@ -70,7 +70,7 @@ class DummyCheckpoint(TensorSource):
         """A table whose rows are made when they are fetched; see :meth:`TensorSource.engram_table`."""
         return DummyEngramTable(self.table_spec(layer_id), self.seed)
 
-    def _distribution(self, spec: TensorSpec) -> Distribution:
+    def distribution(self, spec: TensorSpec) -> Distribution:
         # A router that follows the token, not a constant bias, spreads tokens evenly over the experts.
         if spec.name.endswith("gate.weight"):
             return Distribution(0.0, 0.5 / math.sqrt(spec.shape[-1]))
@@ -113,10 +113,10 @@ def _mix64(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-def _normal_codes() -> np.ndarray:
+def normal_codes() -> np.ndarray:
     """256 e4m3 codes at equal steps of probability of a normal distribution."""
     quantiles = torch.special.ndtri((torch.arange(256, dtype=torch.float64) + 0.5) / 256)
-    return codecs.e4m3_encode(_E4M3_STD * quantiles).numpy()
+    return codecs.e4m3_encode(E4M3_STD * quantiles).numpy()
 
 
 class DummyEngramTable(EngramTable):
@@ -124,13 +124,13 @@ class DummyEngramTable(EngramTable):
 
     def __init__(self, spec: TensorSpec, seed: int) -> None:
         super().__init__(spec.name, *spec.shape)
-        self._key = np.uint64(seed_of(seed, spec.name))
-        self._code_of_byte = _normal_codes()
+        self.key = seed_of(seed, spec.name)
+        self._code_of_byte = normal_codes()
 
     def _fetch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         words = self.width // 8
         counters = ids.astype(np.uint64)[:, None] * np.uint64(words + 1) + np.arange(words + 1, dtype=np.uint64)
-        noise = _mix64(counters * np.uint64(0x9E3779B97F4A7C15) + self._key)  # [n, words + 1]
+        noise = _mix64(counters * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self.key))  # [n, words + 1]
         codes = self._code_of_byte[noise[:, :words].view(np.uint8)]
         groups = self.width // codecs.GROUP
         spread = (noise[:, words:] >> (np.arange(groups, dtype=np.uint64) % np.uint64(32))) & np.uint64(1)

@@ -64,6 +64,10 @@ class EngramTable(abc.ABC):
         """Exact values ``[n, width]`` of rows; arguments and errors as :meth:`gather`."""
         return codecs.dequantize_table_rows(*self.gather(ids), dtype)
 
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Rows ``[start, stop)``, for copying a whole table; results and errors as :meth:`gather`."""
+        return self.gather(torch.arange(start, stop))
+
     @abc.abstractmethod
     def _fetch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of checked int64 ids, as new arrays."""
