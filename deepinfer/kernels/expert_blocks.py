@@ -1,0 +1,107 @@
+"""Which pairs of (row, chosen expert) go to which expert: the order in which a grouped product works on them.
+
+Pair ``p`` is place ``p % k`` of row ``p // k``. The pairs of one expert lie together, cut into blocks of ``block``
+pairs; the last block of an expert is filled up with the number of pairs, which stands for nothing. Pairs of expert -1
+(padding, or experts of another rank) are in no block. Built on the device: one launch, no host reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlocks:
+    """Pairs in the order of their experts.
+
+    The buffers have the size of the worst case; what is beyond ``num_ordered`` is undefined.
+    """
+
+    block: int
+    """Pairs per block."""
+    num_pairs: int
+    ordered: Tensor
+    """int32 ``[blocks * block]``: pair numbers, or ``num_pairs`` where a block is filled up."""
+    block_expert: Tensor
+    """int32 ``[blocks]``: the expert of each block."""
+    num_ordered: Tensor
+    """int32 ``[1]``: entries of ``ordered`` in use, a multiple of ``block``."""
+    offsets: Tensor
+    """int32 ``[experts + 1]``: first entry of each expert in ``ordered``; the last is ``num_ordered``."""
+    place: Tensor
+    """int32 ``[pairs]``: where a pair stands in ``ordered``; -1 for pairs of no expert."""
+
+
+def max_blocks(num_pairs: int, num_experts: int, block: int) -> int:
+    """Blocks that ``num_pairs`` pairs can need at most: each expert may leave one block partly filled."""
+    return max(1, num_pairs // block + min(num_pairs, num_experts))
+
+
+@triton.jit
+def _order_kernel(
+    experts_ptr, ordered_ptr, block_expert_ptr, total_ptr, offsets_ptr, place_ptr, num_pairs, num_experts,
+    PAIRS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    mine = tl.program_id(0)
+    bins = tl.arange(0, EXPERTS)
+    lanes = tl.arange(0, PAIRS)
+    counts = tl.zeros([EXPERTS], tl.int32)
+    begin = 0
+    while begin < num_pairs:
+        expert = tl.load(experts_ptr + begin + lanes, begin + lanes < num_pairs, other=-1)
+        counts += tl.histogram(tl.where(expert < 0, num_experts, expert), EXPERTS)  # a bin of its own for nothing
+        begin += PAIRS
+    counts = tl.where(bins < num_experts, counts, 0)
+    blocks = (counts + BLOCK - 1) // BLOCK
+    starts = (tl.cumsum(blocks, 0) - blocks) * BLOCK
+    start = tl.sum(tl.where(bins == mine, starts, 0))
+    num_blocks = tl.sum(tl.where(bins == mine, blocks, 0))
+    count = tl.sum(tl.where(bins == mine, counts, 0))
+    tl.store(offsets_ptr + mine, start)
+    if mine == num_experts - 1:
+        tl.store(offsets_ptr + num_experts, start + num_blocks * BLOCK)
+        tl.store(total_ptr, start + num_blocks * BLOCK)
+    seen = 0
+    begin = 0
+    while begin < num_pairs:
+        pair = begin + lanes
+        expert = tl.load(experts_ptr + pair, pair < num_pairs, other=-1)
+        is_mine = (expert == mine) & (pair < num_pairs)
+        position = start + seen + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        tl.store(ordered_ptr + position, pair, is_mine)
+        tl.store(place_ptr + pair, position, is_mine)
+        if mine == 0:
+            tl.store(place_ptr + pair, -1, (expert < 0) & (pair < num_pairs))
+        seen += tl.sum(is_mine.to(tl.int32))
+        begin += PAIRS
+    filler = tl.arange(0, BLOCK)
+    if count < num_blocks * BLOCK:
+        last = start + (num_blocks - 1) * BLOCK + filler
+        tl.store(ordered_ptr + last, num_pairs, last >= start + count)
+    done = 0
+    while done < num_blocks:
+        tl.store(block_expert_ptr + start // BLOCK + done + lanes, mine, done + lanes < num_blocks)
+        done += PAIRS
+
+
+def order_pairs(experts: Tensor, num_experts: int, block: int) -> ExpertBlocks:
+    """Order the pairs of ``experts`` (int32 ``[rows, k]``, -1 for none) into blocks of one expert each.
+
+    ``block`` is a power of two; 1 gives the plain order of a contiguous grouped product. Within an expert the pairs
+    keep their order, so the result is the same every time.
+    """
+    num_pairs, device = experts.numel(), experts.device
+    blocks = max_blocks(num_pairs, num_experts, block)
+    buffer = torch.empty(blocks * (block + 1) + 1 + num_experts + 1 + num_pairs, dtype=torch.int32, device=device)
+    ordered, block_expert, total, offsets, place = buffer.split([blocks * block, blocks, 1, num_experts + 1, num_pairs])
+    _order_kernel[(num_experts,)](
+        experts, ordered, block_expert, total, offsets, place, num_pairs, num_experts,
+        PAIRS=min(2048, max(128, triton.next_power_of_2(num_pairs))), BLOCK=block,
+        EXPERTS=triton.next_power_of_2(num_experts + 1),
+    )  # fmt: skip
+    return ExpertBlocks(block, num_pairs, ordered, block_expert, total, offsets, place)
