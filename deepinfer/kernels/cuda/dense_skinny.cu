@@ -1,0 +1,274 @@
+// Matrix product with few activation rows: y[rows, N] = x[rows, K] @ W[N, K]^T, bound by reading W once.
+//
+// The weights are operand A of mma.sync.m16n8k16 (16 weight rows) and the activations operand B (8 of them), so one row
+// costs as much as eight. Weights come packed in blocks of 32 rows and 2048 bytes (deepinfer/kernels/dense_packing.py):
+// a warp reads a block as four fully coalesced 512-byte loads and each lane finds its own fragments in its registers.
+//
+// A block of threads (CTA) owns 32 * WM weight rows and one K slice; its WM * WK warps split rows and K further. The
+// CLUSTER CTAs of a cluster own the K slices of the same rows. Partial sums go to the CTA of the cluster that finishes
+// the output in question (distributed shared memory) and are added there in the order of K. The order depends on the
+// shape alone, never on the number of rows: a row's bits are the same in every batch.
+//
+// Compile-time constants: N (a multiple of 32), OUT_N (columns of y that exist), K; WM, WK, CLUSTER (geometry), NT (8-row activation tiles), DEPTH (blocks in flight per
+// warp), FP8 (1: e4m3 with a scale per 32x32, 0: bf16 weights), GROUP_N (weight rows that share an input; N if not
+// grouped), OUT_F32, QUANTIZE (round the output to FP8 in groups of 32), MIN_CTAS, LOAD_HINT.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+#define THREADS (32 * WM * WK)
+#define BLOCK_K (FP8 ? 64 : 32)                    // columns of one packed block
+#define NUM_BLOCK_ROWS (N / 32)
+#define NUM_CHUNKS ((K + BLOCK_K - 1) / BLOCK_K)   // packed blocks along K
+#define MAX_CHUNKS ((NUM_CHUNKS + CLUSTER - 1) / CLUSTER)                 // of one CTA
+#define X_STRIDE (MAX_CHUNKS * BLOCK_K * 2 + 16)   // bytes of one activation row in shared memory, without bank conflicts
+#define ROWS (8 * NT)
+#define UNITS (ROWS * WM)                          // outputs of a cluster, in units of 32 weight rows x 1 activation
+#define MAX_UNITS ((UNITS + CLUSTER - 1) / CLUSTER)
+#define SOURCES (CLUSTER * WK)                     // partial sums per output
+
+static_assert(N % 32 == 0 && K % 8 == 0, "shape");
+static_assert(GROUP_N % (32 * WM) == 0 || GROUP_N == N, "a CTA must not straddle two groups");
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ uint4 load_weights(const void* p) {
+  uint4 v;
+#if LOAD_HINT == 1
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+#elif LOAD_HINT == 2
+  asm volatile("{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+               "ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], policy; }"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+#else
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+#endif
+  return v;
+}
+
+__device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes) {  // 16 bytes, those past `bytes` zero
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Two e4m3 codes, each in the high byte of a half word, to two bf16. With its exponent field moved unchanged the value
+// is 2^-120 times the code, subnormals included; `scale` is 2^120 times the block's scale, so the product is exact.
+__device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {
+  u32 bits = ((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), value;
+  asm("mul.bf16x2 %0, %1, %2;" : "=r"(value) : "r"(bits), "r"(scale));
+  return value;
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+#if CLUSTER > 1
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+#else
+  return 0;
+#endif
+}
+
+// Round a warp's 32 values (already bf16) to FP8 with one power-of-two scale: the value, exact in bf16.
+__device__ __forceinline__ float round_q8(float value) {
+  float largest = fabsf(value);
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+  int exponent = ((__float_as_int(fmaxf(largest, 1e-4f)) + 0x1FFFFF) >> 23) - 135;
+  float scaled = value * __int_as_float((127 - exponent) << 23);
+  u16 code;
+  u32 halves;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(scaled));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
+  float rounded;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(rounded) : "r"(halves));
+  return rounded * __int_as_float((exponent + 127) << 23);
+}
+
+__device__ __forceinline__ u16 to_bf16(float value) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+struct Block {
+  uint4 part[4];
+};
+
+__device__ __forceinline__ void load_block(Block& block, const char* from) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) block.part[i] = load_weights(from + i * 512);
+}
+
+// One packed block times BLOCK_K columns of every activation row. `x` is this lane's ldmatrix address of row tile 0.
+__device__ __forceinline__ void multiply_block(float (&sum)[2][NT][4], const Block& block, u32 scales, u32 x) {
+#if FP8
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // 32 columns share a scale
+    const u32 scale = __byte_perm(scales, scales, half ? 0x3232 : 0x1010);
+    u32 b[NT][4];
+#pragma unroll
+    for (int tile = 0; tile < NT; ++tile) load_matrices(b[tile], x + tile * 8 * X_STRIDE + half * 64);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const uint4 &top = block.part[2 * m], &bottom = block.part[2 * m + 1];
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        const u32 u = half ? (step ? top.w : top.z) : (step ? top.y : top.x);
+        const u32 v = half ? (step ? bottom.w : bottom.z) : (step ? bottom.y : bottom.x);
+        const u32 a0 = decode_pair(u, scale), a1 = decode_pair(v, scale);
+        const u32 a2 = decode_pair(u << 8, scale), a3 = decode_pair(v << 8, scale);
+#pragma unroll
+        for (int tile = 0; tile < NT; ++tile)
+          multiply(sum[m][tile], a0, a1, a2, a3, b[tile][2 * step], b[tile][2 * step + 1]);
+      }
+    }
+  }
+#else
+  u32 b[NT][4];
+#pragma unroll
+  for (int tile = 0; tile < NT; ++tile) load_matrices(b[tile], x + tile * 8 * X_STRIDE);
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      const uint4& a = block.part[2 * m + step];
+#pragma unroll
+      for (int tile = 0; tile < NT; ++tile)
+        multiply(sum[m][tile], a.x, a.y, a.z, a.w, b[tile][2 * step], b[tile][2 * step + 1]);
+    }
+#endif
+}
+
+// weights: packed blocks [N/32, NUM_CHUNKS, 2048 bytes]. scales: [N/32, NUM_CHUNKS], two bf16 powers of two per block.
+// x: bf16, row r of group g at x + r * x_stride + g * K. y: [rows, OUT_N], contiguous.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
+dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, const u16* __restrict__ x,
+             void* __restrict__ y, int rows, long long x_stride) {
+  extern __shared__ __align__(16) char shared[];
+  float* partial = (float*)shared;                     // [SOURCES][MAX_UNITS][32]
+  char* x_shared = shared + SOURCES * MAX_UNITS * 128;  // [ROWS][X_STRIDE]
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % WM, k_warp = warp / WM;
+  const int rank = (int)cluster_rank(), tile = blockIdx.x / CLUSTER, first_row = blockIdx.y * ROWS;
+  const int block_row = tile * WM + row_warp;
+  const int first = rank * NUM_CHUNKS / CLUSTER, count = (rank + 1) * NUM_CHUNKS / CLUSTER - first;
+  const int warp_first = k_warp * count / WK;
+  const int warp_count = block_row < NUM_BLOCK_ROWS ? (k_warp + 1) * count / WK - warp_first : 0;
+
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+  // The weights don't depend on earlier kernels: their loads start before anything is waited for.
+  const long long at = (long long)block_row * NUM_CHUNKS + first + warp_first;
+  const char* from = weights + at * 2048 + lane * 16;
+  Block block[DEPTH];
+#pragma unroll
+  for (int d = 0; d < DEPTH; ++d)
+    if (d < warp_count) load_block(block[d], from + d * 2048);
+  u32 lane_scales[(MAX_CHUNKS / WK + 32) / 32];  // scale of chunk i: in lane i % 32
+#if FP8
+#pragma unroll
+  for (int i = 0; i < (MAX_CHUNKS / WK + 32) / 32; ++i)
+    lane_scales[i] = i * 32 + lane < warp_count ? __ldg(scales + at + i * 32 + lane) : 0;
+#endif
+
+#if PDL
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  const u16* x_group = x + (tile * 32 * WM / GROUP_N) * (long long)K + first * BLOCK_K;
+  const int columns = min(count * BLOCK_K, K - first * BLOCK_K);
+  const int pieces = count * (BLOCK_K / 8);
+  for (int i = threadIdx.x; i < ROWS * pieces; i += THREADS) {
+    const int row = i / pieces, column = (i - row * pieces) * 8;
+    const bool exists = first_row + row < rows && column < columns;
+    const u16* source = exists ? x_group + (first_row + row) * x_stride + column : x;
+    copy_async(shared_address(x_shared) + row * X_STRIDE + column * 2, source, exists ? 16 : 0);
+  }
+  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+
+  float sum[2][NT][4] = {};
+  const u32 x_lane = shared_address(x_shared) + (lane % 8) * X_STRIDE + (lane / 8) * 16 + warp_first * (BLOCK_K * 2);
+  for (int base = 0; base < warp_count; base += DEPTH) {
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+      const int i = base + d;
+      if (i < warp_count) {
+        u32 scale = 0;
+#if FP8
+        scale = lane_scales[0];
+#pragma unroll
+        for (int word = 1; word < (MAX_CHUNKS / WK + 32) / 32; ++word)
+          if (i >= word * 32) scale = lane_scales[word];
+        scale = __shfl_sync(~0u, scale, i % 32);
+#endif
+        multiply_block(sum, block[d], scale, x_lane + i * (BLOCK_K * 2));
+        if (i + DEPTH < warp_count) load_block(block[d], from + (i + DEPTH) * 2048);
+      }
+    }
+  }
+
+  // Partial sums to the CTA that finishes them: unit (row, block row) belongs to rank unit % CLUSTER.
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // every CTA of the cluster has started
+#endif
+  const int source = rank * WK + k_warp;
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int unit = (nt * 8 + 2 * (lane % 4) + odd) * WM + row_warp;
+      u32 to = shared_address(partial + (source * MAX_UNITS + unit / CLUSTER) * 32 + lane / 4);
+#if CLUSTER > 1
+      asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(unit % CLUSTER));
+#define PUT(offset, value) \
+  asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(to + (offset) * 4), "f"(value) : "memory")
+#else
+#define PUT(offset, value) asm volatile("st.shared.f32 [%0], %1;" :: "r"(to + (offset) * 4), "f"(value) : "memory")
+#endif
+      if (first_row + nt * 8 + 2 * (lane % 4) + odd < rows) {
+        PUT(0, sum[0][nt][odd]);
+        PUT(8, sum[0][nt][odd + 2]);
+        PUT(16, sum[1][nt][odd]);
+        PUT(24, sum[1][nt][odd + 2]);
+      }
+    }
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+
+  for (int local = warp; local < MAX_UNITS; local += WM * WK) {
+    const int unit = local * CLUSTER + rank, row = first_row + unit / WM, out_block = tile * WM + unit % WM;
+    if (unit >= UNITS || row >= rows || out_block >= NUM_BLOCK_ROWS) continue;
+    float value = 0.0f;
+#pragma unroll
+    for (int s = 0; s < SOURCES; ++s) value += partial[(s * MAX_UNITS + local) * 32 + lane];
+    if (out_block * 32 + lane >= OUT_N) continue;  // padding of N; no group of QUANTIZE is cut
+    const long long place = (long long)row * OUT_N + out_block * 32 + lane;
+#if OUT_F32
+    ((float*)y)[place] = value;
+#elif QUANTIZE
+    const float once = __int_as_float((u32)to_bf16(value) << 16);
+    ((u16*)y)[place] = to_bf16(round_q8(once));
+#else
+    ((u16*)y)[place] = to_bf16(value);
+#endif
+  }
+}

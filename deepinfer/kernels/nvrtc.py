@@ -1,0 +1,240 @@
+"""CUDA C++ kernels compiled at run time by NVRTC, kept as machine code on disk, launched on torch's current stream.
+
+Uses the driver and NVRTC through ctypes: both come with torch, so nothing else is needed and importing this module
+works everywhere. A launch does not synchronise and can be captured in a CUDA graph; load kernels before capturing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.errors import EngineError
+
+SOURCES = Path(__file__).parent / "cuda"
+_OPTIONS = ("--std=c++17",)
+_MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 4, 6  # CUlaunchAttributeID
+_DEFAULT_SHARED_BYTES = 48 * 1024
+_cache_directory = Path.home() / ".cache" / "deepinfer" / "kernels"
+
+
+class KernelError(EngineError, RuntimeError):
+    """A kernel that does not compile, load or launch."""
+
+
+def set_cache_directory(directory: Path) -> None:
+    """Where compiled kernels are kept; default ``~/.cache/deepinfer/kernels``."""
+    global _cache_directory
+    _cache_directory = directory
+
+
+class _Attribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+int64 = ctypes.c_int64
+"""For arguments of 64 bits."""
+
+
+class Kernel:
+    """One entry point of a loaded module. Make it with :func:`load_kernel`."""
+
+    def __init__(self, function: ctypes.c_void_p, name: str, device_index: int, max_shared_bytes: int) -> None:
+        self._function = function
+        self._name = name
+        self._device_index = device_index
+        self._max_shared_bytes = max_shared_bytes
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Any],
+        *,
+        shared_bytes: int = 0,
+        cluster: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        """Queue one launch on the current stream of the device the kernel was loaded for.
+
+        Args:
+            arguments: tensors (passed as pointers), ints (32 bits) or ctypes values, in the kernel's order.
+            cluster: CTAs per cluster along x; the grid's x is a multiple of it.
+            overlap: programmatic dependent launch: start while earlier kernels finish. The kernel itself waits
+                (``griddepcontrol.wait``) before it touches what they write.
+        """
+        assert shared_bytes <= self._max_shared_bytes, (self._name, shared_bytes)
+        values = [_as_ctypes(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        attributes = (_Attribute * 2)()
+        count = 0
+        if cluster > 1:
+            attributes[count].id = _CLUSTER_DIMENSION
+            attributes[count].value[0:3] = (cluster, 1, 1)
+            count += 1
+        if overlap:
+            attributes[count].id = _PROGRAMMATIC_LAUNCH
+            attributes[count].value[0] = 1
+            count += 1
+        stream = torch._C._cuda_getCurrentRawStream(self._device_index)
+        config = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, attributes, count)
+        _bind_context(self._device_index)
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), f"launch {self._name}")
+
+
+def _as_ctypes(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_int32(argument)
+    return argument
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether kernels can be compiled for and run on ``device``: a Hopper GPU, the driver and NVRTC."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        return _driver() is not None and _nvrtc() is not None
+    except (OSError, KernelError):
+        return False
+
+
+def load_kernel(
+    source: str, entry: str, defines: Mapping[str, int], device: torch.device, *, shared_bytes: int = 0
+) -> Kernel:
+    """Compile (or fetch from the cache) and load one kernel.
+
+    Args:
+        source: file name in ``deepinfer/kernels/cuda``.
+        entry: name of the ``extern "C"`` function.
+        defines: its compile-time constants.
+        shared_bytes: most dynamic shared memory of a launch.
+    Raises:
+        KernelError: with the compiler's log.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _load(source, entry, tuple(sorted(defines.items())), index, shared_bytes)
+
+
+@functools.cache
+def _load(source: str, entry: str, defines: tuple[tuple[str, int], ...], index: int, shared_bytes: int) -> Kernel:
+    major, minor = torch.cuda.get_device_capability(index)
+    cubin = compile_cubin(source, dict(defines), f"sm_{major}{minor}a")
+    _bind_context(index)
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"load {source}")
+    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"find {entry} in {source}")
+    if shared_bytes > _DEFAULT_SHARED_BYTES:
+        result = driver.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes)
+        _check(result, f"give {entry} {shared_bytes} bytes of shared memory")
+    return Kernel(function, entry, index, max(shared_bytes, _DEFAULT_SHARED_BYTES))
+
+
+def compile_cubin(source: str, defines: Mapping[str, int], architecture: str) -> bytes:
+    """Machine code for ``architecture`` (``sm_90a``), from the cache or newly compiled. Needs NVRTC, but no GPU."""
+    text = (SOURCES / source).read_bytes()
+    options = [*_OPTIONS, f"--gpu-architecture={architecture}", *(f"-D{k}={v}" for k, v in sorted(defines.items()))]
+    nvrtc = _nvrtc()
+    version = (ctypes.c_int(), ctypes.c_int())
+    nvrtc.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
+    key = hashlib.sha256(text + repr((options, version[0].value, version[1].value)).encode()).hexdigest()[:32]
+    cached = _cache_directory / f"{Path(source).stem}-{key}.cubin"
+    if cached.exists():
+        return cached.read_bytes()
+    cubin = _compile(nvrtc, text, source, options)
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        partial = cached.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        partial.write_bytes(cubin)
+        partial.replace(cached)
+    except OSError:  # a read-only home costs a second at every start, nothing else
+        pass
+    return cubin
+
+
+def _compile(nvrtc: ctypes.CDLL, text: bytes, name: str, options: list[str]) -> bytes:
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, name.encode(), 0, None, None)
+    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), encoded) != 0:
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise KernelError(
+                f"{name} with {' '.join(options)}",
+                why="NVRTC refused it: " + log.value.decode(errors="replace").strip(),
+                fix="report it with this message",
+            )
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, cubin)
+        return cubin.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+_bound = threading.local()
+
+
+def _bind_context(index: int) -> None:
+    """Make torch's context current in this thread: the driver calls need it, torch binds it only on use."""
+    if getattr(_bound, "index", None) != index:
+        torch.cuda.set_device(index)
+        _bound.index = index
+
+
+def _check(result: int, action: str) -> None:
+    if result != 0:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        why = (text.value or b"unknown error").decode()
+        raise KernelError(
+            f"could not {action}", why=f"the driver says {why} ({result})", fix="report it with this line"
+        )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    names = [f"libnvrtc.so.{major}" for major in (13, 12)]
+    folders = [Path("/usr/local/cuda/lib64")]
+    package = importlib.util.find_spec("nvidia")
+    if package is not None:
+        for root in package.submodule_search_locations or ():
+            folders += [Path(root) / "cu13/lib", Path(root) / "cuda_nvrtc/lib"]
+    for name in [*names, *(str(folder / name) for folder in reversed(folders) for name in names)]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise KernelError(
+        "NVRTC was not found", why="CUDA kernels are compiled with it", fix="pip install nvidia-cuda-nvrtc"
+    )
