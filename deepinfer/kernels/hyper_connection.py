@@ -1,0 +1,234 @@
+"""Hyper-connection kernels: the trunk between two sublayers (spec 4.2; meaning: ``ops.hyper_connection``).
+
+Between sublayers two launches run: :func:`hc_write_read` writes the last sublayer's output into the streams, reads the
+next input and takes partial sums; ``hc_finish`` (next file) makes the normed input and the next mixes of them.
+
+Batch invariance: a row's bits never depend on other rows or their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels import hyper_connection_stages as stages
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOutputs:
+    """A sublayer output that is still in parts: it is their sum, rounded once."""
+
+    routed: Tensor
+    """``[rows, k, hidden]`` bf16, already weighted."""
+    shared: Tensor
+    """``[rows, hidden]`` bf16."""
+    experts: Tensor | None = None
+    """``[rows, k]`` int32; outputs of expert -1 are not read. None: all are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSums:
+    """A sublayer output as partial sums ``[splits, rows, hidden]`` float32: their sum, rounded once to bf16."""
+
+    sums: Tensor
+
+
+TILE_ROWS = 16
+Update = Tensor | ExpertOutputs | SplitSums
+
+
+class Mixes(NamedTuple):
+    """Mixes of one sublayer, float32: views of one ``[rows, (2 + M) * M]`` tensor."""
+
+    read: Tensor
+    """``[rows, M]``, for the next sublayer's read."""
+    write: Tensor
+    """``[rows, M]``"""
+    stream: Tensor
+    """``[rows, M, M]``"""
+
+
+def new_mixes(like: Tensor, rows: int, streams: int) -> tuple[Tensor, Mixes]:
+    """Storage ``[rows, (2 + M) * M]`` float32 and its views."""
+    packed = like.new_empty(rows, (2 + streams) * streams, dtype=torch.float32)
+    return packed, Mixes(
+        packed[:, :streams],
+        packed[:, streams : 2 * streams],
+        packed[:, 2 * streams :].unflatten(1, (streams, streams)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of one program of :func:`hc_write_read`."""
+
+    columns: int = 64
+    """Of the hidden width. Part of the numerical meaning, since it fixes the order of sums, like ``num_warps``."""
+    num_warps: int = 4
+    row_tiles: int = 0
+    """Tiles of 16 rows that a program does one after the other, with one look at ``fn``; 0: chosen by the number of
+    rows. No influence on the result."""
+
+    def num_slices(self, hidden: int) -> int:
+        """Programs side by side."""
+        return triton.cdiv(hidden, self.columns)
+
+    def row_tiles_for(self, rows: int, hidden: int) -> int:
+        """``row_tiles``, or as many as still leave a few programs for every multiprocessor."""
+        if self.row_tiles:
+            return self.row_tiles
+        return max(1, triton.cdiv(rows, TILE_ROWS) * self.num_slices(hidden) // 400)
+
+
+class PartialSums(NamedTuple):
+    """What :func:`hc_write_read` leaves for :func:`hc_finish`."""
+
+    records: Tensor
+    """``[rows, stride]`` float32: per slice the products, then squares of h, then squares of the trunk."""
+    num_slices: int
+
+
+class WriteRead(NamedTuple):
+    """Results of :func:`hc_write_read`; None where not asked for."""
+
+    trunk: Tensor
+    """``[rows, M, hidden]`` bf16"""
+    h: Tensor | None
+    """``[rows, hidden]`` bf16, the collapsed streams, not normed."""
+    partial: PartialSums | None
+    feature: Tensor | None
+    """``[rows, hidden]`` bf16, mean of the streams."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _write_read_kernel(
+    trunk, update, shared, experts, write_mix, stream_mix, read_mix, fn, new_trunk, h, partial, feature,
+    num_rows, hidden, mix_stride, read_stride, record_stride,
+    M: tl.constexpr, KIND: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
+    S: tl.constexpr, ROW_TILES: tl.constexpr,
+):  # fmt: skip
+    slice_id = tl.program_id(0)
+    columns = slice_id * S + tl.arange(0, S)
+    if h is not None:
+        fn_tiles = stages.load_fn(fn, columns, hidden, M, WIDTH)
+    for tile in tl.range(ROW_TILES):
+        row = (tl.program_id(1) * ROW_TILES + tile) * 16 + tl.arange(0, 16)
+        mask = (row < num_rows)[:, None] & (columns < hidden)[None, :]
+        # All loads before the first store: the compiler moves none across a store.
+        if h is not None:
+            reads = stages.load_mix(read_mix, row, num_rows, read_stride, M)
+        streams = stages.load_streams(trunk, row, columns, mask, hidden, M)
+        if KIND != 0:
+            writes = stages.load_mix(write_mix, row, num_rows, mix_stride, M)
+            mixes = stages.load_mix(stream_mix, row, num_rows, mix_stride, M * M)
+            output = stages.load_update(update, shared, experts, row, columns, mask, num_rows, hidden, KIND, K)
+            streams = stages.write_streams(streams, output, writes, mixes, M)
+            stages.store_streams(new_trunk, streams, row, columns, mask, hidden, M)
+        offsets = row.to(tl.int64)[:, None] * hidden + columns[None, :]
+        if feature is not None:
+            tl.store(feature + offsets, stages.mean_of_streams(streams, M), mask)
+        if h is not None:
+            read = stages.read_streams(streams, reads, M)
+            tl.store(h + offsets, read, mask)
+            of_trunk = stages.squares(streams[0])
+            for stream in tl.static_range(1, M):
+                of_trunk += stages.squares(streams[stream])
+            products = stages.mix_products(streams, fn_tiles, M, WIDTH)
+            stages.store_partial(
+                partial, row, num_rows, products, stages.squares(read), of_trunk, slice_id, record_stride,
+                SLICES, M, WIDTH,
+            )  # fmt: skip
+
+
+def mix_width(streams: int) -> int:
+    """Products per slice of a record: ``(2 + M) * M`` padded to a power of two."""
+    return max(16, triton.next_power_of_2((2 + streams) * streams))
+
+
+def record_stride(num_slices: int, streams: int) -> int:
+    """Floats of a row's record of partial sums, a multiple of 32."""
+    return triton.cdiv(num_slices * (mix_width(streams) + 2), 32) * 32
+
+
+def update_arguments(update: Update | None) -> tuple[int, int, Tensor | None, Tensor | None, Tensor | None]:
+    """Kind, parts, and the kernels' pointers ``update``, ``shared``, ``experts``."""
+    if update is None:
+        return stages.NO_UPDATE, 1, None, None, None
+    if isinstance(update, ExpertOutputs):
+        assert update.routed.is_contiguous()
+        assert update.shared.is_contiguous()
+        assert update.experts is None or (update.experts.is_contiguous() and update.experts.dtype == torch.int32)
+        return stages.EXPERT_UPDATE, update.routed.shape[1], update.routed, update.shared, update.experts
+    if isinstance(update, SplitSums):
+        assert update.sums.is_contiguous()
+        assert update.sums.dtype == torch.float32
+        return stages.SPLIT_UPDATE, update.sums.shape[0], update.sums, None, None
+    assert update.is_contiguous()
+    return stages.PLAIN_UPDATE, 1, update, None, None
+
+
+def hc_write_read(
+    trunk: Tensor,
+    read_mix: Tensor | None,
+    fn: Tensor | None,
+    update: Update | None = None,
+    mixes: Mixes | None = None,
+    *,
+    wants_feature: bool = False,
+    out: Tensor | None = None,
+    tile: Tile = Tile(),
+) -> WriteRead:
+    """Write a sublayer's output into the streams, then read the next sublayer's input from them.
+
+    Args:
+        trunk: ``[rows, M, hidden]`` bf16, contiguous.
+        read_mix: ``[rows, M]`` float32 (rows may be strided), for the read; None: write only.
+        fn: ``[(2 + M) * M, M * hidden]`` float32 of the sublayer that reads; None with ``read_mix``.
+        update: output of the sublayer that writes; None: the trunk is read as it is and returned.
+        mixes: of the sublayer that writes (its ``write`` and ``stream`` are used); None with ``update``.
+        wants_feature: also return the mean of the new streams.
+        out: for the new trunk; may be ``trunk`` itself.
+        tile: part of the numerical meaning, see the module.
+    Returns:
+        the new trunk and what was asked for. Products and sums are taken from the new trunk's rounded values in
+        float32.
+    """
+    rows, streams, hidden = trunk.shape
+    assert trunk.is_contiguous()
+    assert (update is None) == (mixes is None)
+    assert (read_mix is None) == (fn is None)
+    kind, parts, *pointers = update_arguments(update)
+    new_trunk = trunk if update is None else (torch.empty_like(trunk) if out is None else out)
+    num_slices = tile.num_slices(hidden)
+    stride = record_stride(num_slices, streams)
+    h = partial = feature = None
+    if read_mix is not None:
+        assert read_mix.stride(1) == 1
+        h = trunk.new_empty(rows, hidden)
+        partial = trunk.new_empty(rows, stride, dtype=torch.float32)
+    if wants_feature:
+        feature = trunk.new_empty(rows, hidden)
+    row_tiles = tile.row_tiles_for(rows, hidden)
+    _write_read_kernel[(num_slices, triton.cdiv(rows, TILE_ROWS * row_tiles))](
+        trunk, *pointers, *mix_pointers(mixes), read_mix, fn, new_trunk, h, partial, feature,
+        rows, hidden, mixes.write.stride(0) if mixes else 0, 0 if read_mix is None else read_mix.stride(0), stride,
+        M=streams, KIND=kind, K=parts, WIDTH=mix_width(streams), SLICES=num_slices,
+        S=tile.columns, ROW_TILES=row_tiles, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return WriteRead(new_trunk, h, None if partial is None else PartialSums(partial, num_slices), feature)
+
+
+def mix_pointers(mixes: Mixes | None) -> tuple[Tensor | None, Tensor | None]:
+    """Write and stream mix, after a check that the kernels' addressing fits them."""
+    if mixes is None:
+        return None, None
+    streams = mixes.write.shape[1]
+    assert mixes.write.stride(1) == 1
+    assert mixes.stream.stride()[1:] == (streams, 1)
+    assert mixes.write.shape[0] == 1 or mixes.stream.stride(0) == mixes.write.stride(0)
+    return mixes.write, mixes.stream

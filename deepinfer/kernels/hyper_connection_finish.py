@@ -1,0 +1,153 @@
+"""Second half of the hyper-connection kernels: the normed input of a sublayer and its mixes; the head's input."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels import hyper_connection_stages as stages
+from deepinfer.kernels.hyper_connection import Mixes, PartialSums, mix_width, new_mixes
+
+
+class Finished(NamedTuple):
+    """Results of :func:`hc_finish`."""
+
+    x: Tensor
+    """``[rows, hidden]`` bf16, the sublayer's input."""
+    xq: Tensor | None
+    """``[rows, hidden]`` bf16: x rounded by Q8."""
+    codes: Tensor | None
+    """``[rows, hidden]`` uint8, e4m3 codes of x."""
+    scales: Tensor | None
+    """``[rows, hidden / 32]`` uint8, ue8m0."""
+    mixes: Mixes | None
+
+
+@triton.jit
+def _finish_kernel(
+    partial, h, norm_weight, scale, base, x, xq, codes, scales, mixes,
+    hidden, record_stride, norm_eps, hc_eps,
+    ITERATIONS: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr, SLICES_P2: tl.constexpr,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    record = partial + row * record_stride
+    if part == PARTS:
+        stages.finish_mixes(
+            record, scale, base, mixes + row * (2 + M) * M, hidden, norm_eps, hc_eps,
+            ITERATIONS, M, WIDTH, SLICES, SLICES_P2,
+        )  # fmt: skip
+    else:
+        group = part * GROUPS + tl.arange(0, GROUPS)
+        columns = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+        mask = columns < hidden
+        offsets = row * hidden + columns
+        wide = tl.load(h + offsets, mask, other=0.0).to(tl.float32)
+        weight = tl.load(norm_weight + columns, mask, other=0.0).to(tl.float32)
+        square = stages.sum_of_slices(record + SLICES * WIDTH, SLICES, SLICES_P2)
+        normed = (wide * tl.rsqrt(square / hidden + norm_eps) * weight).to(tl.bfloat16)
+        tl.store(x + offsets, normed, mask)
+        if xq is not None or codes is not None:
+            scale_offsets = row * (hidden // 32) + group
+            stages.store_rounded(normed, offsets, scale_offsets, mask, group * 32 < hidden, xq, codes, scales)
+
+
+def hc_finish(
+    partial: PartialSums,
+    h: Tensor,
+    norm_weight: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    *,
+    wants_xq: bool = True,
+    wants_codes: bool = False,
+    wants_mixes: bool = True,
+    columns: int = 512,
+    num_warps: int = 4,
+) -> Finished:
+    """The normed input of a sublayer, rounded as its products want it, and the sublayer's mixes.
+
+    Args:
+        partial, h: from :func:`hc_write_read`.
+        norm_weight: ``[hidden]`` bf16 or float32; scale: ``[3]``, base: ``[(2 + M) * M]`` float32.
+        columns: of one program, a power of two of at least 32; no influence on the result.
+    """
+    rows, hidden = h.shape
+    assert h.is_contiguous()
+    assert hidden % 32 == 0
+    streams = int(base.shape[0] ** 0.5)  # (2 + M) * M lies between M**2 and (M + 1)**2
+    x = torch.empty_like(h)
+    xq = torch.empty_like(h) if wants_xq else None
+    codes = torch.empty_like(h, dtype=torch.uint8) if wants_codes else None
+    scales = h.new_empty(rows, hidden // 32, dtype=torch.uint8) if wants_codes else None
+    packed, mixes = new_mixes(h, rows, streams)
+    parts = triton.cdiv(hidden, columns)
+    _finish_kernel[(rows, parts + wants_mixes)](
+        partial.records, h, norm_weight, scale, base, x, xq, codes, scales, packed,
+        hidden, partial.records.stride(0), norm_eps, hc_eps,
+        ITERATIONS=iterations, M=streams, WIDTH=mix_width(streams), SLICES=partial.num_slices,
+        SLICES_P2=triton.next_power_of_2(partial.num_slices), GROUPS=columns // 32, PARTS=parts, num_warps=num_warps,
+    )  # fmt: skip
+    return Finished(x, xq, codes, scales, mixes if wants_mixes else None)
+
+
+@triton.jit
+def _collapse_kernel(
+    trunk, read_mix, rows, norm_weight, x, h, hidden, read_stride, norm_eps, M: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    sample = tl.program_id(0).to(tl.int64)
+    row = sample
+    if rows is not None:
+        row = tl.load(rows + sample).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for stream in tl.static_range(M):
+        value = tl.load(trunk + (row * M + stream) * hidden + columns, mask, other=0.0).to(tl.float32)
+        total += tl.load(read_mix + row * read_stride + stream) * value
+    read = total.to(tl.bfloat16)
+    if h is not None:
+        tl.store(h + sample * hidden + columns, read, mask)
+    wide = read.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden + norm_eps)
+    weight = tl.load(norm_weight + columns, mask, other=0.0).to(tl.float32)
+    tl.store(x + sample * hidden + columns, (wide * inverse * weight).to(tl.bfloat16), mask)
+
+
+def collapse_head(
+    trunk: Tensor,
+    read_mix: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    rows: Tensor | None = None,
+    *,
+    wants_h: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What the head multiplies: the collapsed trunk of some rows, normed.
+
+    Args:
+        trunk: ``[rows, M, hidden]`` bf16; read_mix: ``[rows, M]`` float32, rows may be strided.
+        norm_weight: ``[hidden]`` bf16 or float32.
+        rows: ``[samples]`` int32, which rows; None: all.
+    Returns:
+        ``[samples, hidden]`` bf16 normed, and not normed if ``wants_h``.
+    """
+    assert trunk.is_contiguous()
+    assert read_mix.stride(1) == 1
+    _, streams, hidden = trunk.shape
+    samples = trunk.shape[0] if rows is None else rows.shape[0]
+    x = trunk.new_empty(samples, hidden)
+    h = trunk.new_empty(samples, hidden) if wants_h else None
+    _collapse_kernel[(samples,)](
+        trunk, read_mix, rows, norm_weight, x, h, hidden, read_mix.stride(0), norm_eps,
+        M=streams, BLOCK=triton.next_power_of_2(hidden), num_warps=8,
+    )  # fmt: skip
+    return x, h
