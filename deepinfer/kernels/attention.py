@@ -54,7 +54,7 @@ def sparse_attention(
         ``[rows, heads * dim]`` bf16, rotated back. A row without keys is zero.
     """
     rows, heads, dim = q.shape
-    assert q.stride(2) == 1 and q.stride(1) == dim, f"heads of q are not dense: strides {q.stride()}"
+    assert q.stride()[1:] == (dim, 1), f"heads of q are not dense: strides {q.stride()}"
     if out is None:
         out = torch.empty(rows, heads * dim, dtype=torch.bfloat16, device=q.device)
     if entries is None or entry_slots is None:
