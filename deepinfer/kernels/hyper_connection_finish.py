@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels import hyper_connection_stages as stages
-from deepinfer.kernels.hyper_connection import Mixes, PartialSums, mix_width, new_mixes
+from deepinfer.kernels.hyper_connection_parts import Mixes, PartialSums, mix_width, new_mixes
 
 
 class Finished(NamedTuple):
@@ -129,25 +129,25 @@ def collapse_head(
     norm_eps: float,
     rows: Tensor | None = None,
     *,
-    wants_h: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    h: Tensor | None = None,
+) -> Tensor:
     """What the head multiplies: the collapsed trunk of some rows, normed.
 
     Args:
         trunk: ``[rows, M, hidden]`` bf16; read_mix: ``[rows, M]`` float32, rows may be strided.
         norm_weight: ``[hidden]`` bf16 or float32.
         rows: ``[samples]`` int32, which rows; None: all.
+        h: ``[samples, hidden]`` bf16, gets the result before the norm.
     Returns:
-        ``[samples, hidden]`` bf16 normed, and not normed if ``wants_h``.
+        ``[samples, hidden]`` bf16.
     """
     assert trunk.is_contiguous()
     assert read_mix.stride(1) == 1
     _, streams, hidden = trunk.shape
     samples = trunk.shape[0] if rows is None else rows.shape[0]
     x = trunk.new_empty(samples, hidden)
-    h = trunk.new_empty(samples, hidden) if wants_h else None
     _collapse_kernel[(samples,)](
         trunk, read_mix, rows, norm_weight, x, h, hidden, read_mix.stride(0), norm_eps,
         M=streams, BLOCK=triton.next_power_of_2(hidden), num_warps=8,
     )  # fmt: skip
-    return x, h
+    return x
