@@ -46,6 +46,7 @@ def max_blocks(num_pairs: int, num_experts: int, block: int) -> int:
 def _order_kernel(
     experts_ptr, ordered_ptr, block_expert_ptr, total_ptr, offsets_ptr, place_ptr, num_pairs, num_experts,
     PAIRS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    FILL: tl.constexpr,
 ):  # fmt: skip
     mine = tl.program_id(0)
     bins = tl.arange(0, EXPERTS)
@@ -79,10 +80,9 @@ def _order_kernel(
             tl.store(place_ptr + pair, -1, (expert < 0) & (pair < num_pairs))
         seen += tl.sum(is_mine.to(tl.int32))
         begin += PAIRS
-    filler = tl.arange(0, BLOCK)
     if count < num_blocks * BLOCK:
-        last = start + (num_blocks - 1) * BLOCK + filler
-        tl.store(ordered_ptr + last, num_pairs, last >= start + count)
+        last = start + count + tl.arange(0, FILL)
+        tl.store(ordered_ptr + last, num_pairs, last < start + num_blocks * BLOCK)
     done = 0
     while done < num_blocks:
         tl.store(block_expert_ptr + start // BLOCK + done + lanes, mine, done + lanes < num_blocks)
@@ -92,8 +92,8 @@ def _order_kernel(
 def order_pairs(experts: Tensor, num_experts: int, block: int) -> ExpertBlocks:
     """Order the pairs of ``experts`` (int32 ``[rows, k]``, -1 for none) into blocks of one expert each.
 
-    ``block`` is a power of two; 1 gives the plain order of a contiguous grouped product. Within an expert the pairs
-    keep their order, so the result is the same every time.
+    A block of 1 gives the plain order of a contiguous grouped product. Within an expert the pairs keep their order, so
+    the result is the same every time.
     """
     num_pairs, device = experts.numel(), experts.device
     blocks = max_blocks(num_pairs, num_experts, block)
@@ -102,6 +102,6 @@ def order_pairs(experts: Tensor, num_experts: int, block: int) -> ExpertBlocks:
     _order_kernel[(num_experts,)](
         experts, ordered, block_expert, total, offsets, place, num_pairs, num_experts,
         PAIRS=min(2048, max(128, triton.next_power_of_2(num_pairs))), BLOCK=block,
-        EXPERTS=triton.next_power_of_2(num_experts + 1),
+        EXPERTS=triton.next_power_of_2(num_experts + 1), FILL=triton.next_power_of_2(block),
     )  # fmt: skip
     return ExpertBlocks(block, num_pairs, ordered, block_expert, total, offsets, place)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.expert_formats import e4m3_code, power_of_two, q8_exponent, round_to_e4m3
+from deepinfer.kernels.expert_blocks import ExpertBlocks
+from deepinfer.kernels.fp8_groups import e4m3_code, e4m3_round, power_of_two, q8_groups
 
 GROUP = 32
 
@@ -25,7 +26,7 @@ def _activation(gate, up, limit):
 
 @triton.jit
 def _swiglu_kernel(
-    gate_up_ptr, weights_ptr, experts_ptr, source_ptr, codes_ptr, scales_ptr, values_ptr, outputs_ptr,
+    gate_up_ptr, weights_ptr, experts_ptr, source_ptr, total_ptr, codes_ptr, scales_ptr, values_ptr, outputs_ptr,
     limit, width: tl.constexpr, hidden: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, HAS_EXPERTS: tl.constexpr, HAS_SOURCE: tl.constexpr, CLEAR: tl.constexpr,
     PER_ROW: tl.constexpr, AS_VALUES: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
@@ -36,7 +37,8 @@ def _swiglu_kernel(
     pair = row
     live = True
     if HAS_SOURCE:
-        pair = tl.load(source_ptr + row).to(tl.int64)
+        live = row < tl.load(total_ptr)
+        pair = tl.load(source_ptr + row, live, other=0).to(tl.int64)
     if HAS_EXPERTS:
         live = tl.load(experts_ptr + pair) >= 0
     if live:
@@ -49,20 +51,18 @@ def _swiglu_kernel(
         product = _activation(gate, up, limit)
         if HAS_WEIGHTS:
             product *= tl.load(weights_ptr + pair)
-        largest = tl.max(tl.abs(product), 1)
         at = row * width + columns
         if PER_ROW:
-            scale = tl.maximum(tl.max(largest, 0), 1e-4) / 448.0
-            tl.store(codes_ptr + at, e4m3_code(tl.minimum(tl.maximum(product / scale, -448.0), 448.0)), inside)
+            scale = tl.maximum(tl.max(tl.abs(product)), 1e-4) / 448.0
+            scaled = tl.minimum(tl.maximum(product / scale, -448.0), 448.0)
+            tl.store(codes_ptr + at, e4m3_code(e4m3_round(scaled), scaled), inside)
             tl.store(scales_ptr + row, scale)
         else:
-            exponent = q8_exponent(largest)
-            scaled = product * power_of_two(-exponent)[:, None]
+            scaled, rounded, exponent = q8_groups(product)
             if AS_VALUES:
-                rounded = round_to_e4m3(scaled) * power_of_two(exponent)[:, None]
-                tl.store(values_ptr + at, rounded.to(tl.bfloat16), inside)
+                tl.store(values_ptr + at, (rounded * power_of_two(exponent)[:, None]).to(tl.bfloat16), inside)
             else:
-                tl.store(codes_ptr + at, e4m3_code(scaled), inside)
+                tl.store(codes_ptr + at, e4m3_code(rounded, scaled), inside)
                 tl.store(scales_ptr + row * (width // 32) + groups, power_of_two(exponent), groups * 32 < width)
     elif CLEAR:
         # Nobody computes this pair: its output must still be finite where it is summed.
@@ -76,7 +76,7 @@ def _launch(
     limit: float,
     weights: Tensor | None,
     experts: Tensor | None,
-    source: Tensor | None,
+    order: ExpertBlocks | None,
     clear: Tensor | None,
     codes: Tensor | None,
     scales: Tensor | None,
@@ -85,6 +85,7 @@ def _launch(
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert width % GROUP == 0, f"{width=} is no multiple of {GROUP}"
     assert clear is None or experts is not None
+    assert order is None or (experts is None and order.block == 1)
     per_row = scales is not None and scales.shape[1] == 1 and width > GROUP
     num_groups = width // GROUP
     # Few rows: many programs per row. Many rows: a row in few.
@@ -94,13 +95,13 @@ def _launch(
     parts = triton.cdiv(num_groups, groups)
     _swiglu_kernel[(rows, parts)](
         gate_up, none if weights is None else weights, none if experts is None else experts,
-        none if source is None else source, none if codes is None else codes, none if scales is None else scales,
+        *((none, none) if order is None else (order.ordered, order.num_ordered)),
+        none if codes is None else codes, none if scales is None else scales,
         none if values is None else values, none if clear is None else clear,
         limit, width, 0 if clear is None else clear.shape[-1],
-        HAS_WEIGHTS=weights is not None, HAS_EXPERTS=experts is not None, HAS_SOURCE=source is not None,
+        HAS_WEIGHTS=weights is not None, HAS_EXPERTS=experts is not None, HAS_SOURCE=order is not None,
         CLEAR=clear is not None, PER_ROW=per_row, AS_VALUES=values is not None, GROUPS=groups, PARTS=parts,
-        CLEAR_BLOCK=1024,
-        num_warps=2 if groups <= 8 else 4 if groups <= 32 else 8,
+        CLEAR_BLOCK=1024, num_warps=2 if groups <= 8 else 4 if groups <= 32 else 8,
     )  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def swiglu_rounded(
     weights: Tensor | None = None,
     *,
     experts: Tensor | None = None,
-    source: Tensor | None = None,
+    order: ExpertBlocks | None = None,
     clear: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -121,12 +122,12 @@ def swiglu_rounded(
         limit: clamp of the gate from above and of the up branch on both sides.
         weights: float32, route weight of each pair (any shape, contiguous); None for the shared expert.
         experts: int32 expert of each pair (contiguous): rows of pairs with -1 are left alone.
-        source: int32 ``[rows]``: the pair that each row belongs to, default the row's own number.
+        order: the rows stand in this order of their pairs (block 1), default that of the pairs' numbers.
         clear: bf16 ``[pairs, hidden]``: rows of pairs with expert -1 are set to zero here.
     """
     if out is None:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=torch.bfloat16, device=gate_up.device)
-    _launch(gate_up, limit, weights, experts, source, clear, None, None, out)
+    _launch(gate_up, limit, weights, experts, order, clear, None, None, out)
     return out
 
 
@@ -137,7 +138,7 @@ def swiglu_quantized(
     *,
     per_row: bool = False,
     experts: Tensor | None = None,
-    source: Tensor | None = None,
+    order: ExpertBlocks | None = None,
     clear: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`swiglu_rounded`, but e4m3 codes (uint8 ``[rows, width]``) and float32 scales.
@@ -148,5 +149,5 @@ def swiglu_quantized(
     codes = torch.empty(rows, width, dtype=torch.uint8, device=gate_up.device)
     num_scales = 1 if per_row else width // GROUP
     scales = torch.empty(rows, num_scales, dtype=torch.float32, device=gate_up.device)
-    _launch(gate_up, limit, weights, experts, source, clear, codes, scales, None)
+    _launch(gate_up, limit, weights, experts, order, clear, codes, scales, None)
     return codes, scales

@@ -1,0 +1,225 @@
+"""The routed experts through the library ``humming``: FP8 activations times FP4 weights, sums in float32.
+
+``faithful`` products take the activations as Q8 makes them (one power of two per 32). The library turns a weight and
+its scale into one e4m3 number, which is exact for scales within 11 binades of the largest of the expert (or of the
+row): that is checked here. It writes 16-bit results, so the gate-up product goes out in float16, whose rounding is
+eight times finer than that of bf16; a magnitude beyond 65,504 becomes infinite there and meets the clamp.
+
+One repacked copy of the weights serves both precisions.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.errors import EngineError
+from deepinfer.kernels.expert_inputs import quantize_activation, scales_from_bytes
+from deepinfer.kernels.moe import ExpertInput, ExpertOutput, PackedExperts, Precision, RoutedExperts
+from deepinfer.kernels.router import Routing
+from deepinfer.kernels.swiglu import swiglu_quantized
+
+_BINADES = 11
+"""Span of weight scales that the library keeps exactly."""
+_NUM_LOCKS = 2048
+_FAST_ROWS = 2048
+"""From here on a scale per row saves more than its rounding launches cost (8,192 rows: 3.8 ms against 8.6)."""
+
+
+@functools.cache
+def is_installed() -> bool:
+    return importlib.util.find_spec("humming") is not None and torch.cuda.is_available()
+
+
+def is_usable(gate_up: PackedExperts, down: PackedExperts) -> bool:
+    """Whether the library is there, takes these sizes and keeps these weights exactly."""
+    if not is_installed() or gate_up.codes.device.type != "cuda":
+        return False
+    widths = (gate_up.codes.shape[1], gate_up.codes.shape[2] * 2, down.codes.shape[1], down.codes.shape[2] * 2)
+    return all(width % 128 == 0 for width in widths) and all(scale_span(part) != "wide" for part in (gate_up, down))
+
+
+def scale_span(weights: PackedExperts) -> str:
+    """How far the scales of non-zero groups lie below the largest: within the library's span for the whole
+    ``expert``, only for each ``row``, or ``wide``. One read of the weights, an expert at a time."""
+    is_within_rows = torch.ones((), dtype=torch.bool, device=weights.codes.device)
+    is_within_experts = is_within_rows.clone()
+    for codes, scales in zip(weights.codes, weights.scales, strict=True):
+        # Two codes per byte, 16 bytes per scale; the sign bit says nothing about a value.
+        has_value = ((codes & 0x77) != 0).unflatten(-1, (-1, 16)).any(-1)
+        lowest = torch.where(has_value, scales, 255).to(torch.int16)  # [N, K / 32]
+        row_largest = scales.amax(-1).to(torch.int16)
+        row_lowest = lowest.amin(-1)
+        is_within_rows &= (row_largest - row_lowest <= _BINADES).all()
+        is_within_experts &= row_largest.max() - row_lowest.min() <= _BINADES
+    if bool(is_within_experts):
+        return "expert"
+    return "row" if bool(is_within_rows) else "wide"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuned:
+    block: int
+    compute: str
+    tuning: str
+
+
+class _Product:
+    """One grouped product: the repacked weights and the library's settings for each number of pairs."""
+
+    def __init__(self, weights: PackedExperts, out_dtype: torch.dtype, batch_invariant: bool) -> None:
+        from humming import dtypes
+        from humming.config import WeightScale2Type
+        from humming.schema import HummingInputSchema, HummingWeightSchema
+        from humming.transform import prepare_layer_config, transform_humming_tensors
+
+        num_experts, self.n, half = weights.codes.shape
+        self.k, self.device, self.out_dtype = half * 2, weights.codes.device, out_dtype
+        self.batch_invariant = batch_invariant
+        span = scale_span(weights)
+        if span == "wide":
+            raise EngineError(
+                "the experts' weight scales differ too much within a row",
+                why=f"the library keeps FP4 weights exactly only within {_BINADES} binades of a row's largest scale",
+                fix="build the experts with library=False",
+            )
+        if span == "row":
+            self.out_dtype = torch.bfloat16  # the row factors would leave the range of float16
+        scale_2 = WeightScale2Type.NONE if span == "expert" else WeightScale2Type.CHANNEL
+        schema = HummingWeightSchema(
+            b_dtype=dtypes.float4e2m1,
+            bs_dtype=dtypes.float8e8m0,
+            weight_scale_group_size=32,
+            weight_scale_2_type=scale_2,
+        )
+
+        def config(group: int) -> Any:
+            inputs = HummingInputSchema(a_dtype=dtypes.float8e4m3, input_scale_group_size=group)
+            return prepare_layer_config(
+                self.n, self.k, schema, inputs, num_experts=num_experts, torch_dtype=self.out_dtype, device=self.device
+            )
+
+        # The layout of the weights is the same for both.
+        self.configs = {False: config(32), True: config(0)}
+        assert not any(c.use_packed_k_layout for c in self.configs.values())
+        tensors = {
+            "weight": weights.codes.view(torch.int32),
+            "weight_scale": weights.scales.view(torch.float8_e8m0fnu),
+        }
+        if span == "row":
+            ones = torch.ones(num_experts, self.n, dtype=self.out_dtype, device=self.device)
+            tensors["weight_scale_2"] = ones
+        packed = transform_humming_tensors(self.configs[False], tensors, already_padded=True, allow_inplace=True)
+        self.weight, self.scale, self.scale_2 = packed["weight"], packed["weight_scale"], packed["weight_scale_2"]
+        self.locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=self.device)
+        self._tuned: dict[tuple[int, bool, bool], _Tuned] = {}
+
+    def tuned(self, pairs: int, per_row: bool, grouped: bool) -> _Tuned:
+        key = (pairs, per_row, grouped)
+        if key not in self._tuned:
+            from humming.tune import get_heuristics_config
+
+            kind = "grouped_contiguous" if grouped else "indexed"
+            tuning = get_heuristics_config(
+                self.configs[per_row],
+                shape_m=pairs,
+                gemm_type=kind,
+                use_batch_invariant=self.batch_invariant,
+                device=self.device,
+            )
+            compute = {"gemm_type": kind, "use_batch_invariant": self.batch_invariant}
+            self._tuned[key] = _Tuned(tuning["block_shape"][0], json.dumps(compute), json.dumps(tuning))
+        return self._tuned[key]
+
+    def run(self, codes: Tensor, scales: Tensor, out: Tensor, pairs: int, pairs_per_row: int, **order: Tensor) -> None:
+        from humming.forward import humming_forward
+
+        per_row = scales.shape[1] == 1
+        tuned = self.tuned(pairs, per_row, "expert_layout" in order)
+        humming_forward(
+            self.configs[per_row],
+            codes.view(torch.float8_e4m3fn),
+            self.weight,
+            weight_scale=self.scale,
+            weight_scale_2=self.scale_2,
+            input_scale=scales,
+            outputs=out,
+            locks=self.locks,
+            top_k=pairs_per_row,
+            compute_config=tuned.compute,
+            tuning_config=tuned.tuning,
+            use_pdl=False,
+            **order,
+        )
+
+
+class HummingExperts(RoutedExperts):
+    """Routed experts of one layer; takes the packed weights over and repacks them in place."""
+
+    wants_codes = True
+
+    def __init__(
+        self,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        num_selected: int,
+        limit: float,
+        precision: Precision = "faithful",
+        batch_invariant: bool = False,
+    ) -> None:
+        num_experts, hidden = down.codes.shape[:2]
+        super().__init__(num_experts, hidden, down.codes.shape[2] * 2, num_selected, limit)
+        self.precision = precision
+        self.gate_up = _Product(gate_up, torch.float16, batch_invariant)
+        self.down = _Product(down, torch.bfloat16, batch_invariant)
+
+    def is_fast(self, rows: int) -> bool:
+        return self.precision == "fast" and rows >= _FAST_ROWS
+
+    def block_of(self, rows: int) -> int:
+        if self.is_fast(rows):
+            return 1
+        return self.gate_up.tuned(rows * self.num_selected, False, False).block
+
+    def forward(self, inputs: ExpertInput, routing: Routing) -> ExpertOutput:
+        return self._fast(inputs, routing) if self.is_fast(inputs.x.shape[0]) else self._faithful(inputs, routing)
+
+    def _faithful(self, inputs: ExpertInput, routing: Routing) -> ExpertOutput:
+        rows, top, device = inputs.x.shape[0], self.num_selected, inputs.x.device
+        pairs = rows * top
+        if inputs.codes is None or inputs.scales is None:
+            codes, scales = quantize_activation(inputs.x)
+        else:
+            is_bytes = inputs.scales.dtype == torch.uint8
+            codes, scales = inputs.codes, scales_from_bytes(inputs.scales) if is_bytes else inputs.scales
+        gate_up = torch.empty(pairs, 2 * self.width, dtype=self.gate_up.out_dtype, device=device)
+        blocks = self._blocks(routing, self.block_of(rows))
+        order = {"sorted_ids": blocks.ordered, "expert_ids": blocks.block_expert}
+        self.gate_up.run(codes, scales, gate_up, pairs, top, num_tokens_padded=blocks.num_ordered, **order)
+        values = torch.empty(pairs, self.hidden, dtype=torch.bfloat16, device=device)
+        codes, scales = swiglu_quantized(gate_up, self.limit, routing.weights, experts=routing.experts, clear=values)
+        down_block = self.down.tuned(pairs, False, False).block
+        if down_block != blocks.block:
+            blocks = self._blocks(routing, down_block)
+            order = {"sorted_ids": blocks.ordered, "expert_ids": blocks.block_expert}
+        self.down.run(codes, scales, values, pairs, 1, num_tokens_padded=blocks.num_ordered, **order)
+        return ExpertOutput(values, None)
+
+    def _fast(self, inputs: ExpertInput, routing: Routing) -> ExpertOutput:
+        """One activation scale per row, pairs gathered in the order of their experts."""
+        top, device = self.num_selected, inputs.x.device
+        pairs = inputs.x.shape[0] * top
+        blocks = self._blocks(routing, 1)
+        codes, scales = quantize_activation(inputs.x, per_row=True, order=blocks, pairs_per_row=top)
+        gate_up = torch.empty(pairs, 2 * self.width, dtype=self.gate_up.out_dtype, device=device)
+        self.gate_up.run(codes, scales, gate_up, pairs, 1, expert_layout=blocks.offsets)
+        codes, scales = swiglu_quantized(gate_up, self.limit, routing.weights, per_row=True, order=blocks)
+        values = torch.empty(pairs, self.hidden, dtype=torch.bfloat16, device=device)
+        self.down.run(codes, scales, values, pairs, 1, expert_layout=blocks.offsets)
+        return ExpertOutput(values, blocks.place)
