@@ -83,8 +83,15 @@ def choose_geometry(block_rows: int, chunks: int, group_block_rows: int, max_chu
     return Geometry(row_warps, k_warps, cluster)
 
 
-class _Skinny:
-    """The few-row kernel for one packed weight."""
+class SkinnyProduct:
+    """The few-row kernel for one packed weight.
+
+    Args:
+        packed: ``[block rows, chunks, ...]`` of :mod:`deepinfer.kernels.dense_packing`.
+        scales: packed scales of FP8 weights, None for bf16.
+        shape: rows and columns of the weight that exist.
+        pipelines: by rising number of rows.
+    """
 
     def __init__(
         self,
@@ -113,16 +120,19 @@ class _Skinny:
         max_chunks = -(-self.chunks // g.cluster)
         return g.cluster * g.k_warps * units * 128 + rows * (max_chunks * self.block_k * 2 + 16)
 
-    def kernel(self, pipeline: Pipeline, float32: bool, quantize: bool, overlap: bool) -> nvrtc.Kernel:
-        g = self.geometry
-        defines = {
-            "N": 32 * self.packed.shape[0], "OUT_N": self.rows_out, "K": self.columns, "WM": g.row_warps,
-            "WK": g.k_warps, "CLUSTER": g.cluster, "NT": pipeline.row_tiles, "DEPTH": pipeline.depth,
-            "MIN_CTAS": pipeline.min_ctas, "LOAD_HINT": pipeline.load_hint, "FP8": int(self.scales is not None),
-            "GROUP_N": 32 * self.packed.shape[0] // self.groups, "OUT_F32": int(float32), "QUANTIZE": int(quantize),
-            "PDL": int(overlap),
+    def defines(self, pipeline: Pipeline, float32: bool, quantize: bool, overlap: bool) -> dict[str, int]:
+        """Compile-time constants of ``dense_skinny.cu``."""
+        g, padded = self.geometry, 32 * self.packed.shape[0]
+        return {
+            "N": padded, "OUT_N": self.rows_out, "K": self.columns, "GROUP_N": padded // self.groups,
+            "WM": g.row_warps, "WK": g.k_warps, "CLUSTER": g.cluster,
+            "NT": pipeline.row_tiles, "DEPTH": pipeline.depth, "MIN_CTAS": pipeline.min_ctas,
+            "LOAD_HINT": pipeline.load_hint, "FP8": int(self.scales is not None),
+            "OUT_F32": int(float32), "QUANTIZE": int(quantize), "PDL": int(overlap),
         }  # fmt: skip
-        shared = self.shared_bytes(pipeline)
+
+    def kernel(self, pipeline: Pipeline, float32: bool, quantize: bool, overlap: bool) -> nvrtc.Kernel:
+        defines, shared = self.defines(pipeline, float32, quantize, overlap), self.shared_bytes(pipeline)
         return nvrtc.load_kernel("dense_skinny.cu", "dense_skinny", defines, self.packed.device, shared_bytes=shared)
 
     def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool) -> None:
@@ -159,11 +169,11 @@ class Fp8Linear:
         self.groups = groups
         assert groups == 1 or self.num_outputs % (32 * groups) == 0, (codes.shape, groups)
         codes, scales = codes.view(torch.uint8).contiguous(), scales.view(torch.uint8).contiguous()
-        self._skinny: _Skinny | None = None
+        self._skinny: SkinnyProduct | None = None
         self._stored: tuple[Tensor, Tensor] | None = None
         if nvrtc.is_available(codes.device) and int(scales.max()) <= dense_packing.MAX_SCALE_BYTE:
             packed, words = dense_packing.pack_fp8(codes), dense_packing.pack_scales(scales)
-            self._skinny = _Skinny(packed, words, (self.num_outputs, self.num_inputs), groups, geometry)
+            self._skinny = SkinnyProduct(packed, words, (self.num_outputs, self.num_inputs), groups, geometry)
         else:
             self._stored = codes, scales
 
@@ -266,12 +276,12 @@ class Bf16Linear:
     def __init__(self, weight: Tensor, *, skinny: bool | None = None, geometry: Geometry | None = None) -> None:
         self.num_outputs, self.num_inputs = weight.shape
         self.weight = weight
-        self._skinny: _Skinny | None = None
+        self._skinny: SkinnyProduct | None = None
         if skinny is None:
             skinny = weight.numel() * 2 < 32 * 2**20
         if skinny and nvrtc.is_available(weight.device) and weight.shape[1] % 8 == 0:
             packed = dense_packing.pack_bf16(weight)
-            self._skinny = _Skinny(packed, None, (self.num_outputs, self.num_inputs), geometry=geometry)
+            self._skinny = SkinnyProduct(packed, None, (self.num_outputs, self.num_inputs), geometry=geometry)
 
     def forward(
         self,
