@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import attention_triton
+from deepinfer.kernels import attention_cuda, attention_triton
 
 EntryFormat = Literal["fp4", "fp8"]
 INVARIANT_SPLITS = 2
@@ -33,6 +33,8 @@ def sparse_attention(
     out: Tensor | None = None,
     split_weights: bool = False,
     invariant: bool = False,
+    implementation: Literal["cuda", "triton"] | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """One softmax per head over window keys and selected entries; keys are also the values.
 
@@ -50,6 +52,7 @@ def sparse_attention(
         split_weights: multiply the values by softmax weights in two bf16 parts (16 bits) instead of one.
         invariant: the keys are split the same way whatever the number of rows, so that a row's result does not depend
             on the batch. Otherwise it depends on the number of rows through the split alone.
+        implementation, splits: chosen here unless given (for tests and benchmarks).
     Returns:
         ``[rows, heads * dim]`` bf16, rotated back. A row without keys is zero.
     """
@@ -59,9 +62,13 @@ def sparse_attention(
         out = torch.empty(rows, heads * dim, dtype=torch.bfloat16, device=q.device)
     if entries is None or entry_slots is None:
         entries, entry_slots = step_records, window_index[:, :0]
-    attention_triton.launch(
+    if implementation is None:
+        cuda = attention_cuda.accepts(heads, dim, 2 * cos.shape[1], q.device)
+        implementation = "cuda" if cuda else "triton"
+    launch = attention_cuda.launch if implementation == "cuda" else attention_triton.launch
+    launch(
         q, step_records, ring, window_index.contiguous(), entries, entry_slots.contiguous(), entry_format == "fp4",
-        sink, cos, sin, quantize_output, out, _num_splits(rows, heads, invariant), split_weights,
+        sink, cos, sin, quantize_output, out, splits or _num_splits(rows, heads, invariant), split_weights,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,62 @@
+"""Launch of ``cuda/attention.cu``: sparse attention on Hopper's tensor cores for 512 channels and at most 64 heads."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvrtc
+
+_TILE_BYTES = 64 * 512 * 2
+_WEIGHT_BYTES = 64 * 64 * 2
+_SMALL_BYTES = 1024
+_THREADS = 384
+MAX_SPLITS = 8
+
+
+def accepts(heads: int, head_dim: int, rope_width: int, device: torch.device) -> bool:
+    """Whether the kernel covers the model's widths and runs on ``device``."""
+    return head_dim == 512 and heads <= 64 and rope_width % 8 == 0 and rope_width <= 256 and nvrtc.is_available(device)
+
+
+def launch(
+    q: Tensor,
+    step_records: Tensor,
+    ring: Tensor,
+    window_index: Tensor,
+    entries: Tensor,
+    entry_slots: Tensor,
+    fp4: bool,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    quantize_output: bool,
+    out: Tensor,
+    splits: int,
+    split_weights: bool,
+) -> None:
+    """Arguments as :func:`deepinfer.kernels.attention_triton.launch`; ``splits`` is 1, 2, 4 or 8."""
+    rows, heads, _ = q.shape
+    if rows == 0:
+        return
+    shared_bytes = 3 * _TILE_BYTES + (1 + split_weights) * _WEIGHT_BYTES + _SMALL_BYTES
+    defines = {
+        "H": heads,
+        "ROPE": 2 * cos.shape[1],
+        "FP4": int(fp4),
+        "QUANTIZE": int(quantize_output),
+        "SPLITS": splits,
+        "SPLIT_WEIGHTS": int(split_weights),
+    }
+    kernel = nvrtc.load_kernel("attention.cu", "sparse_attention", defines, q.device, shared_bytes=shared_bytes)
+    ctas = min(rows, _num_multiprocessors(q.device)) if splits == 1 else rows * splits
+    arguments = [q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, out]
+    arguments += [rows, q.stride(0), window_index.shape[1], entry_slots.shape[1]]
+    kernel.launch((ctas, 1, 1), _THREADS, arguments, shared_bytes=shared_bytes, cluster=splits)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

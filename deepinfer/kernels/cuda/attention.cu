@@ -1,0 +1,741 @@
+// Sparse attention of one row over its window and its selected entries, from the raw query to the rounded output.
+//
+// Keys are values, so a block of 64 keys is read, expanded to bf16 in shared memory once and used by both products.
+// A CTA owns all heads of one row (M = 64) and has three warpgroups:
+//   producer   reads records, expands them into one of two key buffers; reads and rotates the query;
+//   consumer 0 logits = query . keys, softmax, sum over channels [0, 256);
+//   consumer 1 sum over channels [256, 512), with the weights that consumer 0 leaves in shared memory.
+// SPLITS = 1: persistent, CTA c takes rows c, c + grid, ...; the producer runs ahead into the next row.
+// SPLITS > 1: a cluster of SPLITS CTAs shares the key blocks of one row; sums meet through distributed shared memory,
+// each CTA finishes 512 / SPLITS channels. Sums are added in the order of the splits.
+//
+// Keys are kept times 2^-16, so that no scale leaves bf16's range (e2m1 and e4m3 bits become bf16 by a shift and one
+// product with 2^126 * scale and 2^120 * scale); the logits' scale and the output put it back. All of it is exact.
+//
+// The running maximum of a head starts at its sink, so it is finite, and moves only when a logit passes it by 8 (in
+// log 2): weights stay below 256 and the sums are seldom rescaled.
+//
+// Compile-time constants: H (heads, at most 64), ROPE (channels that turn, a multiple of 8), FP4 (entries are
+// Fp4Record, else Fp8Record), QUANTIZE (round the output by Q8), SPLITS (1, 2, 4, 8), SPLIT_WEIGHTS (weights in two bf16 parts).
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define D 512
+#define BLOCK 64                       // keys
+#define M_ROWS 64                      // heads, padded
+#define FP8_RECORD (D + D / 32)
+#define FP4_RECORD (D / 2 + D / 16)
+#define ENTRY_RECORD (FP4 ? FP4_RECORD : FP8_RECORD)
+#define KEY_SHIFT 16
+#define SLACK 8.0f
+
+#define COLUMN_BYTES (64 * 128)        // 64 rows of 64 channels: one swizzled column block
+#define TILE_BYTES (8 * COLUMN_BYTES)  // 64 rows of 512 channels
+#define AT_QUERY 0
+#define AT_KEYS TILE_BYTES
+#define AT_WEIGHTS (3 * TILE_BYTES)
+#define AT_SMALL (AT_WEIGHTS + (SPLIT_WEIGHTS ? 2 : 1) * COLUMN_BYTES)
+
+static_assert(H <= M_ROWS && ROPE % 8 == 0 && ROPE <= D / 2, "shape");
+
+struct Small {
+  u64 key_full[2], key_free[2], query_full, query_free, weight_full, weight_free;
+  u32 seen[2][4];                      // per key buffer and producer warp: two bits per key
+  float shrink[M_ROWS];                // factor of the sums before this block's weights are added
+  float finish[2][M_ROWS];             // 2^16 / total, by parity of the row
+};
+
+struct Arguments {
+  const u16* query;
+  const u8* step_records;
+  const u8* ring;
+  const int* window_index;
+  const u8* entries;
+  const int* entry_slots;
+  const float* sink;
+  const float* cosines;
+  const float* sines;
+  u16* out;
+  int rows, query_stride, width, num_selected;
+};
+
+// ---------------------------------------------------------------- barriers, copies, matrix instructions
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u64* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}"
+      :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+// All lanes are done with what the barrier protects.
+__device__ __forceinline__ void warp_arrive(u64* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+__device__ __forceinline__ u32 remote_address(u32 local, u32 rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+  return remote;
+}
+__device__ __forceinline__ void store_remote(u32 to, float a, float b, float c, float d) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+__device__ __forceinline__ void store_remote(u32 to, float a, float b) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(to), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes) {  // 16 bytes, those past `bytes` zero
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void set_registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
+template <int N> __device__ __forceinline__ void set_registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
+
+__device__ __forceinline__ uint4 load_record(const u8* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void store_shared(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared(u32 from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+
+// Matrix operand in shared memory, 128-byte swizzle. Rows of 128 bytes in groups of 8 (1024 bytes apart); for the
+// transposed operand also column blocks `COLUMN_BYTES` apart.
+__device__ __forceinline__ u64 operand(u32 address, u32 offset) {
+  const u32 low = (address >> 4 | (COLUMN_BYTES >> 4) << 16) + (offset >> 4);
+  return (u64)low | (u64)(1024 >> 4 | 1u << 30) << 32;
+}
+
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+#define F4(d, i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define F16(d, i) F4(d, i), F4(d, (i) + 4), F4(d, (i) + 8), F4(d, (i) + 12)
+#define F64(d, i) F16(d, i), F16(d, (i) + 16), F16(d, (i) + 32), F16(d, (i) + 48)
+#define REGISTERS_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_128 REGISTERS_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// Wait for all matrix instructions of the warpgroup; the accumulators may be read afterwards.
+__device__ __forceinline__ void mma_wait(float (&d)[32]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : F16(d, 0), F16(d, 16) :: "memory");
+}
+__device__ __forceinline__ void mma_wait(float (&d)[128]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : F64(d, 0), F64(d, 64) :: "memory");
+}
+
+// d[64 x 64] (+)= a[64 x 16] . b[64 x 16]^T
+__device__ __forceinline__ void mma_logits(float (&d)[32], u64 a, u64 b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0;\n}"
+      : F16(d, 0), F16(d, 16) : "l"(a), "l"(b), "r"(accumulate));
+}
+// d[64 x 256] += a[64 x 16] . b[16 x 256], a from registers
+__device__ __forceinline__ void mma_sum(float (&d)[128], const u32 (&a)[4], u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
+      : F64(d, 0), F64(d, 64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// The same, a from shared memory
+__device__ __forceinline__ void mma_sum(float (&d)[128], u64 a, u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, %128, %129, 1, 1, 1, 0, 1;\n"
+      : F64(d, 0), F64(d, 64) : "l"(a), "l"(b));
+}
+
+// ---------------------------------------------------------------- arithmetic of the machine
+
+__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two values rounded to e4m3.
+__device__ __forceinline__ float2 round_e4m3(float low, float high) {
+  u16 codes;
+  u32 halves;
+  float2 v;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  asm("{\n.reg .f16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}" : "=f"(v.x), "=f"(v.y) : "r"(halves));
+  return v;
+}
+
+// ---------------------------------------------------------------- number formats
+
+__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+__device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+// Bytes `low` and `high` of `word`, e4m3, as two bf16 times 2^-120.
+__device__ __forceinline__ u32 widen_e4m3(u32 word, u32 low, u32 high) {
+  const u32 x = permute(word, word, high << 12 | high << 8 | low << 4 | low);
+  return (x & 0x80008000u) | ((x >> 4) & 0x07F007F0u);
+}
+// Nibbles 2k and 2k + 1 of a word, e2m1, as two bf16 times 2^-126. `lifted` is the word shifted left by 4.
+__device__ __forceinline__ u32 widen_e2m1(u32 word, u32 lifted, u32 k) {
+  const u32 x = permute(lifted, word, (4 + k) << 12 | (4 + k) << 8 | k << 4 | k);
+  return (x & 0x80008000u) | ((x >> 6) & 0x01C001C0u);
+}
+
+// Two values of a Q8 group as bf16: rounded to e4m3 after division by 2^exponent.
+__device__ __forceinline__ u32 round_q8(float low, float high, float inverse, float scale) {
+  const float2 v = round_e4m3(low * inverse, high * inverse);
+  return pack_bf16(v.x * scale, v.y * scale);
+}
+
+// ---------------------------------------------------------------- producer
+
+// A lane's share of one unit: a key's 16-byte pieces and scales. Two lanes share a key. A unit is a block of Fp4
+// records, or half the channels of a block of Fp8 records.
+struct Unit {
+  uint4 piece[8];
+  uint4 scales[2];
+};
+
+__device__ __forceinline__ void load_fp4(Unit& unit, const u8* record, int side) {
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) unit.piece[i] = record ? load_record(record + 32 * i + 16 * side) : zero;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) unit.scales[i] = record ? load_record(record + D / 2 + 16 * i) : zero;
+}
+__device__ __forceinline__ void load_fp8(Unit& unit, const u8* record, int side, int half) {
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    unit.piece[i] = record ? load_record(record + 256 * half + 64 * (i / 2) + 32 * side + 16 * (i % 2)) : zero;
+  unit.scales[0] = record ? load_record(record + D) : zero;
+}
+
+__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Column block and chunk (8 channels) of row `row` in a swizzled tile.
+__device__ __forceinline__ u32 chunk_address(u32 tile, u32 row, u32 column_block, u32 chunk) {
+  return tile + column_block * COLUMN_BYTES + row * 128 + ((chunk ^ (row & 7)) << 4);
+}
+
+__device__ __forceinline__ void expand_fp4(const Unit& unit, u32 tile, u32 row, int side) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {  // piece i of this side: channels [64 i + 32 side, + 32)
+    const u32 bytes = word_of(unit.scales[i / 4], i % 4) >> (16 * side);
+    u32 scales = (permute(bytes, bytes, 0x1100) >> 4) & 0x07F007F0u;
+    scales = times(times(scales, 0x79007900u), 0x79007900u);  // twice 2^115: scale * 2^(126 - KEY_SHIFT)
+    const u32 scale[2] = {permute(scales, scales, 0x1010), permute(scales, scales, 0x3232)};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const u32 word = word_of(unit.piece[i], c), lifted = word << 4, s = scale[c / 2];
+      store_shared(chunk_address(tile, row, i, 4 * side + c), times(widen_e2m1(word, lifted, 0), s),
+                   times(widen_e2m1(word, lifted, 1), s), times(widen_e2m1(word, lifted, 2), s),
+                   times(widen_e2m1(word, lifted, 3), s));
+    }
+  }
+}
+__device__ __forceinline__ void expand_fp8(const Unit& unit, u32 tile, u32 row, int side, int half) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {  // piece i of this side: channels [256 half + 64 (i / 2) + 32 side + 16 (i % 2), + 16)
+    const u32 at = 8 * half + 2 * (i / 2) + side;
+    const u32 word = half ? word_of(unit.scales[0], 2 + i / 4) : word_of(unit.scales[0], i / 4);
+    const u32 exponent = min(((word >> (8 * (at % 4))) & 0xFF) + 120 - KEY_SHIFT, 254u);
+    const u32 s = exponent * 0x00800080u;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const u32 a = word_of(unit.piece[i], 2 * c), b = word_of(unit.piece[i], 2 * c + 1);
+      store_shared(chunk_address(tile, row, 4 * half + i / 2, 4 * side + 2 * (i % 2) + c), times(widen_e4m3(a, 0, 1), s),
+                   times(widen_e4m3(a, 2, 3), s), times(widen_e4m3(b, 0, 1), s), times(widen_e4m3(b, 2, 3), s));
+    }
+  }
+}
+
+// The query of one row into shared memory; not yet rotated and not yet complete.
+__device__ __forceinline__ void copy_query(const Arguments& a, u32 tile, int row, int thread) {
+  const u16* source = a.query + (long long)row * a.query_stride;
+#pragma unroll 8
+  for (int i = 0; i < M_ROWS * 64 / 128; ++i) {
+    const u32 at = i * 128 + thread, head = at / 64, chunk = at % 64;
+    const u16* from = source + (head < H ? head : 0) * D + chunk * 8;
+    copy_async(chunk_address(tile, head, chunk / 8, chunk % 8), from, head < H ? 16 : 0);
+  }
+}
+__device__ __forceinline__ u32 turn(u32 pair, float cosine, float sine) {
+  const float x = low_bf16(pair), y = high_bf16(pair);
+  return pack_bf16(fmaf(x, cosine, -(y * sine)), fmaf(x, sine, y * cosine));
+}
+// Called by the 128 threads that called copy_query.
+__device__ __forceinline__ void complete_query(const Arguments& a, u32 tile, int row, int thread) {
+  copy_wait();
+  named_barrier(2, 128);
+  const float* cosines = a.cosines + (long long)row * (ROPE / 2);
+  const float* sines = a.sines + (long long)row * (ROPE / 2);
+  for (int i = thread; i < M_ROWS * (ROPE / 8); i += 128) {
+    const u32 head = i % M_ROWS, piece = i / M_ROWS, chunk = (D - ROPE) / 8 + piece;
+    const u32 address = chunk_address(tile, head, chunk / 8, chunk % 8);
+    const uint4 x = load_shared(address);
+    const float4 c = *(const float4*)(cosines + 4 * piece), s = *(const float4*)(sines + 4 * piece);
+    store_shared(address, turn(x.x, c.x, s.x), turn(x.y, c.y, s.y), turn(x.z, c.z, s.z), turn(x.w, c.w, s.w));
+  }
+  fence_for_tensor_cores();
+}
+
+struct Range {
+  int begin, end, window;  // key blocks of this CTA; blocks before `window` hold window keys
+};
+__device__ __forceinline__ Range block_range(const Arguments& a, int split) {
+  const int window = (a.width + BLOCK - 1) / BLOCK, all = window + (a.num_selected + BLOCK - 1) / BLOCK;
+  return {all * split / SPLITS, all * (split + 1) / SPLITS, window};
+}
+
+// Index of key `key` in a block of a row; -1 for none. Rows and blocks past the end have none.
+__device__ __forceinline__ int key_index(const Arguments& a, int row, int block, const Range& range, int key) {
+  if (row >= a.rows || block >= range.end) return -1;
+  const bool window = block < range.window;
+  const int number = (window ? block : block - range.window) * BLOCK + key, count = window ? a.width : a.num_selected;
+  if (number >= count) return -1;
+  return __ldg((window ? a.window_index : a.entry_slots) + (long long)row * count + number);
+}
+__device__ __forceinline__ const u8* record_of(const Arguments& a, bool window, int index) {
+  if (window) {
+    if (index == -1) return nullptr;
+    return index >= 0 ? a.step_records + (long long)index * FP8_RECORD : a.ring + (long long)(-2 - index) * FP8_RECORD;
+  }
+  return index >= 0 ? a.entries + (long long)index * ENTRY_RECORD : nullptr;
+}
+
+__device__ __forceinline__ void produce(const Arguments& a, Small& small, u32 shared, int split, int first, int stride) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  const int key = warp * 16 + lane / 2, side = lane % 2;
+  const Range range = block_range(a, split);
+  if (range.begin == range.end) return;
+  Unit unit;
+
+  // The next block to load and, one block further, the next index to fetch.
+  int load_row = first, load_block = range.begin;
+  auto advance = [&](int& row, int& block) {
+    if (++block == range.end) block = range.begin, row += stride;
+  };
+  int index = key_index(a, load_row, load_block, range, key);
+  int index_row = load_row, index_block = load_block;
+  advance(index_row, index_block);
+  const u8* record = nullptr;
+  auto load_next = [&]() {
+    const bool window = load_block < range.window;
+    record = record_of(a, window, index);
+    index = key_index(a, index_row, index_block, range, key);
+    if (FP4 && !window) load_fp4(unit, record, side); else load_fp8(unit, record, side, 0);
+    advance(load_row, load_block);
+    advance(index_row, index_block);
+  };
+
+  copy_query(a, shared + AT_QUERY, first, thread);
+  load_next();
+  int step = 0, item = 0;
+  for (int row = first; row < a.rows; row += stride, ++item) {
+    if (item > 0) {
+      barrier_wait(&small.query_free, (item & 1) ^ 1);
+      copy_query(a, shared + AT_QUERY, row, thread);
+    }
+    for (int block = range.begin; block < range.end; ++block, ++step) {
+      const int buffer = step & 1;
+      const u32 tile = shared + AT_KEYS + buffer * TILE_BYTES;
+      barrier_wait(&small.key_free[buffer], ((step >> 1) & 1) ^ 1);
+      const u32 seen = __ballot_sync(~0u, record != nullptr);
+      if (lane == 0) small.seen[buffer][warp] = seen;
+      if (FP4 && block >= range.window) {
+        expand_fp4(unit, tile, key, side);
+      } else {
+        expand_fp8(unit, tile, key, side, 0);
+        load_fp8(unit, record, side, 1);
+        expand_fp8(unit, tile, key, side, 1);
+      }
+      load_next();
+      fence_for_tensor_cores();
+      warp_arrive(&small.key_full[buffer]);
+      if (block == range.begin) {
+        complete_query(a, shared + AT_QUERY, row, thread);
+        warp_arrive(&small.query_full);
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------- output
+
+// Four 8-channel tiles of one Q8 group, values already divided by the total. A thread holds two adjacent channels of
+// each tile, for heads `head` (0, 1) and `head` + 8 (2, 3); the four threads of a quad hold the group.
+__device__ __forceinline__ void finish_group(const Arguments& a, float (&v)[4][4], int row, int head, int channel) {
+  const int quad = threadIdx.x % 4;
+  u32 pairs[4][2];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    pairs[t][0] = pack_bf16(v[t][0], v[t][1]);
+    pairs[t][1] = pack_bf16(v[t][2], v[t][3]);
+    const int turning = channel + 8 * t - (D - ROPE);
+    if (turning >= 0) {
+      const long long at = (long long)row * (ROPE / 2) + turning / 2 + quad;
+      const float cosine = __ldg(a.cosines + at), sine = -__ldg(a.sines + at);
+      pairs[t][0] = turn(pairs[t][0], cosine, sine);
+      pairs[t][1] = turn(pairs[t][1], cosine, sine);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (QUANTIZE) {
+      float largest = 1e-4f;
+#pragma unroll
+      for (int t = 0; t < 4; ++t)
+        largest = fmaxf(largest, fmaxf(fabsf(low_bf16(pairs[t][r])), fabsf(high_bf16(pairs[t][r]))));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      // log2(largest / 448) rounded up, plus 127: 448 is 1.75 * 2^8, and no bf16 value lies so close above it that the
+      // quotient would round to a power of two
+      const u32 exponent = ((__float_as_uint(largest) + 0x1FFFFFu) >> 23) - 8;
+      const float scale = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
+#pragma unroll
+      for (int t = 0; t < 4; ++t) pairs[t][r] = round_q8(low_bf16(pairs[t][r]), high_bf16(pairs[t][r]), inverse, scale);
+    }
+    if (head + 8 * r < H) {
+      u32* to = (u32*)(a.out + ((long long)row * H + head + 8 * r) * D + channel) + quad;
+#pragma unroll
+      for (int t = 0; t < 4; ++t) to[4 * t] = pairs[t][r];
+    }
+  }
+}
+
+// SPLITS = 1. `factors`: 2^16 / total of heads `head` and `head` + 8.
+__device__ __forceinline__ void finish_row(const Arguments& a, float (&sums)[128], const float (&factors)[2], int row, int head, int channel) {
+#pragma unroll
+  for (int group = 0; group < 8; ++group) {
+    float v[4][4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) v[t][e] = sums[16 * group + 4 * t + e] * factors[e / 2];
+    finish_group(a, v, row, head, channel + 32 * group);
+  }
+}
+
+#if SPLITS > 1
+#define TILES (64 / SPLITS)            // 8-channel tiles that a CTA of the cluster finishes
+// Send sums to the CTAs that finish them. Their key buffers hold [SPLITS][TILES][128 threads] of four floats.
+__device__ __forceinline__ void send_sums(float (&sums)[128], u32 shared, int split, int consumer, int thread) {
+#pragma unroll
+  for (int t = 0; t < 32; ++t) {
+    const int tile = 32 * consumer + t;
+    const u32 local = shared + AT_KEYS + ((split * TILES + tile % TILES) * 128 + thread) * 16;
+    store_remote(remote_address(local, tile / TILES), sums[4 * t], sums[4 * t + 1], sums[4 * t + 2], sums[4 * t + 3]);
+  }
+}
+// Largest and total of the CTA's heads to all CTAs: [SPLITS][64] pairs in the place of the weights.
+__device__ __forceinline__ void send_stats(u32 shared, int split, int head, float largest, float total) {
+#pragma unroll
+  for (int rank = 0; rank < SPLITS; ++rank)
+    store_remote(remote_address(shared + AT_WEIGHTS + (split * M_ROWS + head) * 8, rank), largest, total);
+}
+__device__ __forceinline__ void combine(const Arguments& a, const u8* shared, int split, int consumer, int thread, int row, int head) {
+  const float2* stats = (const float2*)(shared + AT_WEIGHTS);
+  float factors[SPLITS][2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = stats[head + 8 * r].x, total = 0;
+#pragma unroll
+    for (int s = 1; s < SPLITS; ++s) largest = fmaxf(largest, stats[s * M_ROWS + head + 8 * r].x);
+#pragma unroll
+    for (int s = 0; s < SPLITS; ++s) {
+      const float2 stat = stats[s * M_ROWS + head + 8 * r];
+      factors[s][r] = exp2_fast(stat.x - largest);
+      total += factors[s][r] * stat.y;
+    }
+    const float finish = __fdiv_rn((float)(1 << KEY_SHIFT), total);
+#pragma unroll
+    for (int s = 0; s < SPLITS; ++s) factors[s][r] *= finish;
+  }
+#pragma unroll 1
+  for (int group = consumer * (TILES / 8); group < (consumer + 1) * (TILES / 8); ++group) {
+    float v[4][4] = {};
+#pragma unroll
+    for (int s = 0; s < SPLITS; ++s)
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const float4 x = *(const float4*)(shared + AT_KEYS + ((s * TILES + 4 * group + t) * 128 + thread) * 16);
+        v[t][0] += x.x * factors[s][0];
+        v[t][1] += x.y * factors[s][0];
+        v[t][2] += x.z * factors[s][1];
+        v[t][3] += x.w * factors[s][1];
+      }
+    finish_group(a, v, row, head, split * (D / SPLITS) + 32 * group);
+  }
+}
+#endif
+
+// ---------------------------------------------------------------- consumers
+
+__device__ __forceinline__ bool nothing_seen(const uint4& seen) { return (seen.x | seen.y | seen.z | seen.w) == 0; }
+
+__device__ __forceinline__ void rescale(float (&sums)[128], float first, float second) {
+  if (__any_sync(~0u, first != 1.0f || second != 1.0f)) {
+#pragma unroll
+    for (int i = 0; i < 128; i += 4) sums[i] *= first, sums[i + 1] *= first, sums[i + 2] *= second, sums[i + 3] *= second;
+  }
+}
+
+__device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u8* shared_pointer, u32 shared, int split, int first, int stride) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, quad = lane % 4;
+  const int head = warp * 16 + lane / 4;
+  const Range range = block_range(a, split);
+  const float log2e = 1.4426950408889634f, scale = 0.044194173824159216f * log2e * (1 << KEY_SHIFT);  // 512^-0.5
+  const float sinks[2] = {head < H ? a.sink[head] * log2e : 0.0f, head + 8 < H ? a.sink[head + 8] * log2e : 0.0f};
+  float sums[128];
+  int step = 0, item = 0, used = 0;
+  for (int row = first; row < a.rows; row += stride, ++item) {
+    float largest[2] = {sinks[0], sinks[1]};
+    float total[2];  // this thread's columns only
+    total[0] = total[1] = split == 0 && quad == 0 ? 1.0f : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) sums[i] = 0;
+    if (range.begin < range.end) barrier_wait(&small.query_full, item & 1);
+    for (int block = range.begin; block < range.end; ++block, ++step) {
+      const int buffer = step & 1;
+      const u32 tile = shared + AT_KEYS + buffer * TILE_BYTES;
+      barrier_wait(&small.key_full[buffer], (step >> 1) & 1);
+      const uint4 seen = *(const uint4*)small.seen[buffer];
+      const bool skip = nothing_seen(seen);
+      float logits[32];
+      if (!skip) {
+        mma_fence();
+#pragma unroll
+        for (int k = 0; k < 32; ++k) {
+          const u32 at = (k / 4) * COLUMN_BYTES + (k % 4) * 32;
+          mma_logits(logits, operand(shared + AT_QUERY, at), operand(tile, at), k != 0);
+        }
+        mma_commit();
+        mma_wait(logits);
+      }
+      if (block == range.end - 1) warp_arrive(&small.query_free);
+      if (!skip) {
+        if ((seen.x & seen.y & seen.z & seen.w) != ~0u) {
+#pragma unroll
+          for (int i = 0; i < 32; ++i) {  // key 8 (i / 4) + 2 quad + i % 2
+            const u32 bits = word_of(seen, i / 8) >> (16 * ((i / 4) % 2) + 4 * quad);
+            if (!(bits >> (2 * (i % 2)) & 1)) logits[i] = __int_as_float(0xFF800000);
+          }
+        }
+        float shrink[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float top = logits[2 * r];
+#pragma unroll
+          for (int t = 0; t < 8; ++t) top = fmaxf(top, fmaxf(logits[4 * t + 2 * r], logits[4 * t + 2 * r + 1]));
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale;
+          shrink[r] = 1.0f;
+          if (top > largest[r] + SLACK) {
+            shrink[r] = exp2_fast(largest[r] - top);
+            largest[r] = top;
+          }
+          total[r] *= shrink[r];
+        }
+        u32 weights[16];  // bf16 pairs: tile t, head r at 2 t + r; the order of the matrix operand
+#if SPLIT_WEIGHTS
+        u32 rests[16];
+#endif
+#pragma unroll
+        for (int t = 0; t < 8; ++t)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float x = exp2_fast(fmaf(logits[4 * t + 2 * r], scale, -largest[r]));
+            const float y = exp2_fast(fmaf(logits[4 * t + 2 * r + 1], scale, -largest[r]));
+            const u32 pair = pack_bf16(x, y);
+            weights[2 * t + r] = pair;
+#if SPLIT_WEIGHTS
+            rests[2 * t + r] = pack_bf16(x - low_bf16(pair), y - high_bf16(pair));
+            total[r] += x + y;
+#else
+            total[r] += low_bf16(pair) + high_bf16(pair);
+#endif
+          }
+        // hand the weights to the other consumer
+        barrier_wait(&small.weight_free, (used & 1) ^ 1);
+#pragma unroll
+        for (int t = 0; t < 8; ++t)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const u32 at = AT_WEIGHTS + (head + 8 * r) * 128 + ((t ^ (head & 7)) << 4) + 4 * quad;
+            *(u32*)(shared_pointer + at) = weights[2 * t + r];
+#if SPLIT_WEIGHTS
+            *(u32*)(shared_pointer + at + COLUMN_BYTES) = rests[2 * t + r];
+#endif
+          }
+        if (quad == 0) small.shrink[head] = shrink[0], small.shrink[head + 8] = shrink[1];
+        fence_for_tensor_cores();
+        warp_arrive(&small.weight_full);
+        ++used;
+        rescale(sums, shrink[0], shrink[1]);
+        mma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const u32 part[4] = {weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]};
+          mma_sum(sums, part, operand(tile, k * 2048));
+#if SPLIT_WEIGHTS
+          const u32 rest[4] = {rests[4 * k], rests[4 * k + 1], rests[4 * k + 2], rests[4 * k + 3]};
+          mma_sum(sums, rest, operand(tile, k * 2048));
+#endif
+        }
+        mma_commit();
+        mma_wait(sums);
+      }
+      warp_arrive(&small.key_free[buffer]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      total[r] += __shfl_xor_sync(~0u, total[r], 1);
+      total[r] += __shfl_xor_sync(~0u, total[r], 2);
+    }
+#if SPLITS == 1
+    float factors[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factors[r] = __fdiv_rn((float)(1 << KEY_SHIFT), total[r]);
+      if (quad == 0) small.finish[item & 1][head + 8 * r] = factors[r];
+    }
+    named_barrier(1, 256);
+    finish_row(a, sums, factors, row, head, 0);
+#else
+    cluster_barrier();  // all key buffers of the cluster are done with
+    send_sums(sums, shared, split, 0, thread);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (quad == 0) send_stats(shared, split, head + 8 * r, largest[r], total[r]);
+    cluster_barrier();
+    combine(a, shared_pointer, split, 0, thread, row, head);
+#endif
+  }
+}
+
+__device__ __forceinline__ void consume_right(const Arguments& a, Small& small, u8* shared_pointer, u32 shared, int split, int first, int stride) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  const int head = warp * 16 + lane / 4;
+  const Range range = block_range(a, split);
+  float sums[128];
+  int step = 0, item = 0, used = 0;
+  for (int row = first; row < a.rows; row += stride, ++item) {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) sums[i] = 0;
+    for (int block = range.begin; block < range.end; ++block, ++step) {
+      const int buffer = step & 1;
+      const u32 values = shared + AT_KEYS + buffer * TILE_BYTES + 4 * COLUMN_BYTES;
+      barrier_wait(&small.key_full[buffer], (step >> 1) & 1);
+      if (!nothing_seen(*(const uint4*)small.seen[buffer])) {
+        barrier_wait(&small.weight_full, used & 1);
+        ++used;
+        rescale(sums, small.shrink[head], small.shrink[head + 8]);
+        mma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          mma_sum(sums, operand(shared + AT_WEIGHTS, 32 * k), operand(values, k * 2048));
+          if (SPLIT_WEIGHTS) mma_sum(sums, operand(shared + AT_WEIGHTS, COLUMN_BYTES + 32 * k), operand(values, k * 2048));
+        }
+        mma_commit();
+        mma_wait(sums);
+        warp_arrive(&small.weight_free);
+      }
+      warp_arrive(&small.key_free[buffer]);
+    }
+#if SPLITS == 1
+    named_barrier(1, 256);
+    const float factors[2] = {small.finish[item & 1][head], small.finish[item & 1][head + 8]};
+    finish_row(a, sums, factors, row, head, D / 2);
+#else
+    cluster_barrier();
+    send_sums(sums, shared, split, 1, thread);
+    cluster_barrier();
+    combine(a, shared_pointer, split, 1, thread, row, head);
+#endif
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
+    const u16* query, const u8* step_records, const u8* ring, const int* window_index, const u8* entries,
+    const int* entry_slots, const float* sink, const float* cosines, const float* sines, u16* out,
+    int rows, int query_stride, int width, int num_selected) {
+  extern __shared__ __align__(1024) u8 shared_pointer[];
+  const u32 shared = shared_address(shared_pointer);
+  Small& small = *(Small*)(shared_pointer + AT_SMALL);
+  const Arguments a = {query, step_records, ring, window_index, entries, entry_slots, sink, cosines, sines, out,
+                       rows, query_stride, width, num_selected};
+  const int split = SPLITS == 1 ? 0 : blockIdx.x % SPLITS;
+  const int first = blockIdx.x / SPLITS, stride = gridDim.x / SPLITS;  // SPLITS > 1: one row per cluster
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&small.key_full[i], 4);
+      barrier_init(&small.key_free[i], 8);
+    }
+    barrier_init(&small.query_full, 4);
+    barrier_init(&small.query_free, 4);
+    barrier_init(&small.weight_full, 4);
+    barrier_init(&small.weight_free, 4);
+    barrier_init_done();
+  }
+  __syncthreads();
+  const int role = threadIdx.x / 128;
+  if (role == 2) {
+    set_registers_down<104>();
+    produce(a, small, shared, split, first, stride);
+    if (SPLITS > 1) {
+      cluster_barrier();
+      cluster_barrier();
+    }
+  } else if (role == 0) {
+    set_registers_up<232>();
+    consume_left(a, small, shared_pointer, shared, split, first, stride);
+  } else {
+    consume_right(a, small, shared_pointer, shared, split, first, stride);
+  }
+}
