@@ -170,7 +170,7 @@ class SamplingBatchBuilder:
         kinds: dict[tuple[Kind, bool], list[int]] = {}
         for row, state in enumerate(states):
             processed = wants[row] and state.params.logprobs_mode == "processed"
-            kinds.setdefault((_kind_of(state, self.vocab_size), processed), []).append(row)
+            kinds.setdefault((kind_of(state, self.vocab_size), processed), []).append(row)
         return RowConstants(
             groups=tuple(
                 self._make_group(kind, part, wants_processed, states)
@@ -232,7 +232,8 @@ class SamplingBatchBuilder:
         )
 
 
-def _kind_of(state: SamplingState, vocab_size: int) -> Kind:
+def kind_of(state: SamplingState, vocab_size: int) -> Kind:
+    """The path of a row with the parameters of ``state``."""
     params = state.params
     if params.is_greedy:
         return Kind.GREEDY
