@@ -1,7 +1,6 @@
-"""Roundings inside Triton kernels by integer arithmetic: bf16, e2m1, e4m3 and power-of-two scales (spec 0.2).
+"""Roundings and small formats inside Triton kernels: bf16, e2m1, e4m3 and power-of-two scales (spec 0.2).
 
-Bits are those of :mod:`deepinfer.ops.number_formats`. Integer arithmetic, because Triton's interpreter truncates where
-the GPU rounds, so that casts would be tested in one and used in the other.
+Bits are those of :mod:`deepinfer.ops.number_formats`.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def round_bf16(x):
-    """float32 rounded to the nearest bf16 value, ties to even, still float32. Finite input."""
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return rounded.to(tl.float32, bitcast=True)
+    """float32 rounded to the nearest bf16 value, ties to even, still float32."""
+    return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit

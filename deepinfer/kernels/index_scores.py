@@ -28,14 +28,6 @@ def _order_keys(scores):
 
 
 @triton.jit
-def _product(keys, queries, AS_FLOAT: tl.constexpr):
-    """``keys @ queries`` in float32. ``AS_FLOAT``: for the interpreter, which doesn't multiply bf16."""
-    if AS_FLOAT:
-        return tl.dot(keys.to(tl.float32), queries.to(tl.float32))
-    return tl.dot(keys, queries)
-
-
-@triton.jit
 def _load_queries(query_ptr, row, num_rows, heads, HEADS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
     """``[channels, TILE * HEADS]`` of rows ``row`` to ``row + TILE``; zero outside."""
     column = tl.arange(0, TILE * HEADS)[None, :]
@@ -79,7 +71,6 @@ def _score_rows_kernel(
     PER_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    AS_FLOAT: tl.constexpr,
 ):
     """Row by row: each program takes an equal, contiguous share of the tiles of all rows."""
     rows = tl.arange(0, ROWS)
@@ -112,7 +103,7 @@ def _score_rows_kernel(
                 PER_BLOCK, BLOCK_SIZE, NUM_BLOCKS,
             )  # fmt: skip
             values = key_values(codes, scales, ENTRIES, WORDS, NIBBLES)
-            products = _product(values, queries, AS_FLOAT)  # [ENTRIES, HEADS]
+            products = tl.dot(values, queries)  # [ENTRIES, HEADS]
             scores = tl.sum(tl.maximum(products, 0.0) * weights[None, :], axis=1)
             index = tile * ENTRIES + tl.arange(0, ENTRIES)
             tl.store(out_ptr + row.to(tl.int64) * out_stride + index, _order_keys(scores), index < row_scored)
@@ -167,7 +158,6 @@ def _score_chunks_kernel(
     NIBBLES: tl.constexpr,
     ENTRIES: tl.constexpr,
     PER_BLOCK: tl.constexpr,
-    AS_FLOAT: tl.constexpr,
 ):
     """Rows of a sequence share its keys: a program expands a tile of keys once for a group of rows.
 
@@ -196,7 +186,7 @@ def _score_chunks_kernel(
             for row in range(begin, end, TILE):
                 queries = _load_queries(query_ptr, row, num_rows, heads, HEADS, TILE, WIDTH)
                 weights = _load_weights(weights_ptr, weights_stride, row, num_rows, heads, HEADS, TILE)
-                products = tl.maximum(_product(values, queries, AS_FLOAT), 0.0) * weights[None, :]
+                products = tl.maximum(tl.dot(values, queries), 0.0) * weights[None, :]
                 scores = tl.sum(tl.reshape(products, [ENTRIES, TILE, HEADS]), axis=2)  # [ENTRIES, TILE]
                 member = row + tl.arange(0, TILE)
                 limit = tl.load(visible_ptr + member, member < end, other=0)
@@ -288,7 +278,6 @@ def score_rows(
         PER_BLOCK=entries_per_block,
         BLOCK_SIZE=block_size,
         NUM_BLOCKS=num_blocks,
-        AS_FLOAT=triton.knobs.runtime.interpret,
         num_warps=num_warps,
         num_stages=1,
     )
@@ -348,7 +337,6 @@ def score_chunks(
         NIBBLES=nibbles,
         ENTRIES=tile_entries,
         PER_BLOCK=entries_per_block,
-        AS_FLOAT=triton.knobs.runtime.interpret,
         num_warps=num_warps,
         num_stages=num_stages,
     )
