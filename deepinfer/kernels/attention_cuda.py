@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def launch(
     }
     kernel = nvrtc.load_kernel("attention.cu", "sparse_attention", defines, q.device, shared_bytes=shared_bytes)
     ctas = min(rows, _num_multiprocessors(q.device)) if splits == 1 else rows * splits
-    arguments = [q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, out]
+    arguments: list[Any] = [q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, out]
     arguments += [rows, q.stride(0), window_index.shape[1], entry_slots.shape[1]]
     kernel.launch((ctas, 1, 1), _THREADS, arguments, shared_bytes=shared_bytes, cluster=splits)
 

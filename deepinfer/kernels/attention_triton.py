@@ -6,7 +6,6 @@ then the entries'; a split is a range of chunks. With one split the program fini
 splits leave unnormalised sums in float32 and a second kernel adds them in the order of the splits.
 """
 
-# ruff: noqa: N803, N806
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
