@@ -99,8 +99,9 @@ OPTIONS: tuple[Option, ...] = (
         field="numerics",
         kind=Kind.STR,
         default="faithful",
-        choices=("faithful", "float32"),
-        help="faithful rounds and quantises exactly where the model does; float32 rounds no activation.",
+        choices=("faithful", "fast", "float32"),
+        help="faithful rounds and quantises exactly where the model does; fast quantises the inputs of the routed "
+        "experts of long prompt chunks coarser (NVIDIA only); float32 rounds no activation.",
     ),
     Option(
         name="seed",

@@ -87,6 +87,12 @@ def resolve(args: Mapping[str, Any], env: Environment) -> Resolved:
     model = _model_source(values, reasons)
     model_config = model_config_of(model)
     device = _device(values, model_config, reasons)
+    if values["numerics"] == "fast" and device.platform != "nvidia":
+        raise ConfigError(
+            "numerics is 'fast'",
+            why=f"the coarser products exist on NVIDIA GPUs only, and this engine runs on {device.platform}",
+            fix="leave numerics at faithful",
+        )
     speculation = _speculation(values, model_config, reasons)
     scheduler = _scheduler(values, model_config, speculation.num_tokens, reasons)
     config = EngineConfig(

@@ -33,7 +33,7 @@ from deepinfer.scheduler.sequence import FINISH_ABORT, Sequence
 from deepinfer.structured.spec import StructuredSpec
 from deepinfer.tokenizer.tokenizer import Tokenizer
 from deepinfer.tokenizer.valid_text import require_text
-from deepinfer.worker.worker import Launched, RowOwner, SequenceTokens, StepTokens, Worker
+from deepinfer.worker.worker import Launched, RowOwner, SequenceTokens, StepTokens, UnreadTokens, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ class InFlight:
     """The forward; None if the step failed."""
     tokens: StepTokens | None = None
     """What was sampled; None before sampling, or if the step failed."""
+    is_chained: bool = False
+    """Sampled on the device; ``unread`` says where the tokens arrive."""
+    unread: UnreadTokens | None = None
     error: str | None = None
 
 
@@ -215,7 +218,8 @@ class Engine:
         """Run one step; its results wait in :meth:`take_changes` or :meth:`take_deltas`.
 
         With asynchronous scheduling a step is planned and launched before the step before it is committed, so results
-        come one step later; the order of the calls is otherwise the same.
+        come one step later; the order of the calls is otherwise the same. A chained step is sampled before that, too,
+        and its tokens are read when the step behind it runs: then the device never waits for the host.
         """
         self._require_open()
         self._admit_compiled()
@@ -225,11 +229,17 @@ class Engine:
         self._take_ended()
         previous, self._previous = self._previous, None
         try:
+            is_chained = self._chains(plan)
+            if previous is not None and previous.is_chained and not is_chained:
+                done, previous = previous, None
+                self.commit(done)  # this plan has to know its tokens
             step = self.launch(plan, verify_rows) if plan.chunks else None
+            if step is not None and is_chained:
+                step = self.sample_chained(step)
             if previous is not None:
                 done, previous = previous, None
                 self.commit(done)
-            if step is not None:
+            if step is not None and not is_chained:
                 step = self.sample(step)
         except BaseException:
             if previous is not None:
@@ -266,19 +276,45 @@ class Engine:
         except Exception as error:
             return self._failed(plan, error)
 
+    def _owners(self, plan: StepPlan) -> list[RowOwner | None]:
+        """Who the chunks that sample belong to; None where that has ended."""
+        owners = [self._branches.get(chunk.request_id) for chunk in plan.chunks if chunk.num_sampled]
+        return [None if owner is None else RowOwner(owner[1].sampling, owner[1].grammar) for owner in owners]
+
+    def _chains(self, plan: StepPlan) -> bool:
+        """Whether this step can be sampled before the one before it has been read."""
+        if self.config.scheduler.pipeline_depth == 1 or self.planner is not None or self._scoring or not plan.chunks:
+            return False
+        return self.worker.can_chain(plan.chunks, self._owners(plan))
+
+    def sample_chained(self, step: InFlight) -> InFlight:
+        """Launch the sampler of a chained step; the tokens are read by :meth:`commit`."""
+        if step.launched is None:
+            return step
+        try:
+            unread = self.worker.sample_unread(step.launched, self._owners(step.plan))
+            return replace(step, is_chained=True, unread=unread)
+        except Exception as error:
+            return self._failed(step.plan, error)
+
     def sample(self, step: InFlight) -> InFlight:
         """Choose the tokens of a launched step. The steps before it are committed, so every state is exact."""
         if step.launched is None:
             return step
         chunks = [chunk for chunk in step.plan.chunks if chunk.num_sampled]
-        owners = [self._branches.get(chunk.request_id) for chunk in chunks]
-        states = [None if owner is None else RowOwner(owner[1].sampling, owner[1].grammar) for owner in owners]
+        states = self._owners(step.plan)
         wants_drafts = self.planner is None or self.planner.wants_drafts(chunks, self._branches)
         try:
             if self._scoring:
                 with self.timer.phase("sample"):
                     score_prompts(step.launched.plan, step.launched.result, self._scoring, self.tokenizer)
             return replace(step, tokens=self.worker.sample(step.launched, states, wants_drafts))
+        except Exception as error:
+            return self._failed(step.plan, error)
+
+    def _read(self, step: InFlight) -> InFlight:
+        try:
+            return replace(step, tokens=self.worker.read(step.unread), is_chained=False, unread=None)
         except Exception as error:
             return self._failed(step.plan, error)
 
@@ -289,6 +325,8 @@ class Engine:
 
     def commit(self, step: InFlight) -> None:
         """Hand the tokens of a step to their requests and to the scheduler, and end what is finished."""
+        if step.is_chained:
+            step = self._read(step)
         with self.timer.phase("commit"):
             if step.error is not None:
                 for chunk in step.plan.chunks:

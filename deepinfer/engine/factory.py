@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.config.prefill import check_truncation
 from deepinfer.config.resolve import Reason
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.fused_setup import load_fused_runner, not_fused_because
 from deepinfer.engine.prefix_setup import build_prefix_planner
 from deepinfer.engine.speculation_setup import build_worker, step_cost
 from deepinfer.engine.verification_planner import VerificationPlanner
@@ -121,7 +123,14 @@ def build_engine(
     else:
         vocab = load_compressed_vocab(tokenizer, model_config.text)
     num_drafts = config.speculation.num_tokens
-    model, draft = _load_model(config, model_config, vocab, ops, device, progress)
+    refusal = not_fused_because(config, model_config)
+    if refusal is None:
+        make_runner = load_fused_runner(config, model_config, vocab, device, progress)
+    else:
+        if config.device.platform == "nvidia":
+            logger.warning("running the reference operators on the GPU, which is slow: %s", refusal)
+        model, draft = _load_model(config, model_config, vocab, ops, device, progress)
+        make_runner = partial(ModelRunner, model_config.text, model, device=device, draft=draft)
     num_slots = num_state_slots(config.scheduler.max_num_seqs)
     backtracking = max(MAX_BACKTRACKING, num_drafts + 1)
     sizes = cache_sizes(model_config, config.numerics, backtracking)
@@ -135,7 +144,7 @@ def build_engine(
     geometry = CacheGeometry.of(model_config.text, config.cache.num_blocks, num_slots, backtracking)
     is_compact = config.prefill.truncation != "mask"
     check_truncation(config.prefill, model_config.text, backtracking)
-    runner = ModelRunner(model_config.text, model, geometry, device, is_compact, draft)
+    runner = make_runner(geometry=geometry, is_compact=is_compact)
     history_len = model_config.text.engram_max_ngram_size - 1
     pool = BlockPool(config.cache.num_blocks)
     prefix = build_prefix_planner(config, model_config.text, pool, backtracking)

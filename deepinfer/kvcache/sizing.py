@@ -95,23 +95,23 @@ def cache_sizes(config: ModelConfig, numerics: str, max_backtracking: int = MAX_
 
     Args:
         config: the model.
-        numerics: ``"faithful"`` (packed FP4 and FP8 records) or ``"float32"`` (4 bytes per value).
+        numerics: ``"faithful"`` or ``"fast"`` (packed FP4 and FP8 records) or ``"float32"`` (4 bytes per value).
         max_backtracking: rows that may be taken back; at least the draft length + 1 when drafts are verified.
     Raises:
         ConfigError: unknown numerics mode or negative ``max_backtracking``.
     Source: spec 5.2.
     """
-    if numerics not in ("faithful", "float32"):
+    if numerics not in ("faithful", "fast", "float32"):
         raise ConfigError(
-            f"numerics is {numerics!r}", why="no cache layout exists for it", fix="use faithful or float32"
+            f"numerics is {numerics!r}", why="no cache layout exists for it", fix="use faithful, fast or float32"
         )
     if max_backtracking < 0:
         raise ConfigError(f"max_backtracking is {max_backtracking}", why="it is a number of rows", fix="use 6")
     text = config.text
     return CacheSizes(
         numerics=numerics,
-        block_items=_block_items(text, packed=numerics == "faithful"),
-        slot_items=_slot_items(text, packed=numerics == "faithful", max_backtracking=max_backtracking),
+        block_items=_block_items(text, packed=numerics != "float32"),
+        slot_items=_slot_items(text, packed=numerics != "float32", max_backtracking=max_backtracking),
     )
 
 

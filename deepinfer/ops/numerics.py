@@ -23,10 +23,10 @@ class Numerics:
 
     @classmethod
     def from_mode(cls, mode: str) -> Numerics:
-        """``"faithful"`` or ``"float32"`` (checked by the configuration)."""
+        """``"faithful"``, ``"fast"`` (the same formats; some products round coarser) or ``"float32"``."""
         if mode == "float32":
             return cls(mode, torch.float32, False)
-        assert mode == "faithful", mode
+        assert mode in ("faithful", "fast"), mode
         return cls(mode, torch.bfloat16, True)
 
     def window_format(self, head_dim: int) -> RecordFormat:

@@ -14,7 +14,7 @@ from deepinfer.sampling.distribution import distribution_scores
 from deepinfer.sampling.logprobs import LOGPROB_FLOOR, logprobs_of, scaled_scores
 from deepinfer.sampling.processors import process
 from deepinfer.sampling.random import gumbel_noise, gumbel_noise_at
-from deepinfer.sampling.transfer import to_device
+from deepinfer.sampling.transfer import pinned_copy, to_device
 from deepinfer.sampling.truncation import MAX_VOCAB, Kept, first_argmax, keep_top
 
 
@@ -42,6 +42,12 @@ class SamplerOutput:
         names = ("token_ids", "is_bad", "logprobs", "ranks", "top_ids", "top_logprobs")
         tensors = {name: getattr(self, name) for name in names}
         return replace(self, **{name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None})
+
+    def to_host(self) -> SamplerOutput:
+        """The same in pinned host memory, copied without waiting: read it behind an event on the current stream."""
+        names = ("token_ids", "is_bad", "logprobs", "ranks", "top_ids", "top_logprobs")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: pinned_copy(tensor) for name, tensor in tensors.items() if tensor is not None})
 
     def alternatives(self, row: int) -> list[tuple[int, float]]:
         """(id, log-probability) of exactly as many most likely tokens as the row asked for; call it on the host."""

@@ -61,6 +61,11 @@ class SamplingState:
         """Absolute position of the next token to be generated."""
         return self.num_prompt + len(self.output_ids)
 
+    @property
+    def ignores_output(self) -> bool:
+        """Whether the next distribution depends on the length of the output only, not on its tokens."""
+        return self.counts is None
+
     def append(self, token_ids: Iterable[int]) -> None:
         """Commit generated tokens."""
         for token_id in token_ids:

@@ -1,4 +1,4 @@
-"""Host arrays to the device without making the host wait."""
+"""Host arrays to the device, and results back, without making the host wait."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # a copy from pageable memory would block
     return tensor.to(device, non_blocking=True)
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor`` in host memory that is complete once the current stream has come this far."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepinfer.sampling.batch import SamplingBatch
 from deepinfer.sampling.sampler import SamplerOutput
+from deepinfer.sampling.transfer import pinned_copy
 from deepinfer.speculative.drafts import NO_DRAFT, Drafts
 
 NO_TOKEN = -1
@@ -89,6 +90,11 @@ class Verified:
         """The same on the host. Waits for the device."""
         names = ("token_ids", "num_accepted", "is_bad", "acceptance", "first_row")
         return replace(self, rows=self.rows.cpu(), **{name: getattr(self, name).cpu() for name in names})
+
+    def to_host(self) -> Verified:
+        """The same in pinned host memory, copied without waiting: read it behind an event on the current stream."""
+        names = ("token_ids", "num_accepted", "is_bad", "acceptance", "first_row")
+        return replace(self, rows=self.rows.to_host(), **{name: pinned_copy(getattr(self, name)) for name in names})
 
     def emitted(self, request: int) -> list[int]:
         """Tokens of one request; call it on the host."""

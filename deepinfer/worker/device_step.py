@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer.layers.fused.device_rows import Column, row_table
-from deepinfer.messages import Chunk
+from deepinfer.messages import PLACEHOLDER_TOKEN, Chunk
 from deepinfer.ops.step_views import ChunkSpan
+from deepinfer.worker.device_tokens import FROM_DEVICE
 from deepinfer.worker.ragged_rows import RaggedRows
 
 
@@ -68,10 +69,8 @@ def padded_block_tables(chunks: Sequence[Chunk], width: int | None = None) -> np
 
 
 def token_ids(chunks: Sequence[Chunk], num_rows: int) -> np.ndarray:
-    """``[rows]`` int64, every one known."""
-    ids = np.fromiter((token for chunk in chunks for token in chunk.token_ids), np.int64, num_rows)
-    assert ids.min() >= 0, "placeholders are resolved before a batch is built"
-    return ids
+    """``[rows]`` int64; -1 where only the device knows."""
+    return np.fromiter((token for chunk in chunks for token in chunk.token_ids), np.int64, num_rows)
 
 
 def ngram_ids(chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray, size: int) -> np.ndarray:
@@ -88,3 +87,10 @@ def ngram_ids(chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray, size: 
         before = history[rows.sequence, np.where(inside, 0, older - back + rows.offset)]
         columns.append(np.where(inside, ids[np.maximum(row - back, 0)], before))
     return np.stack(columns, axis=1)
+
+
+def device_ngram_ids(chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray, size: int) -> np.ndarray:
+    """As :func:`ngram_ids`, int32; rows whose id only the device knows are :data:`FROM_DEVICE` throughout."""
+    found = ngram_ids(chunks, rows, ids, size).astype(np.int32)
+    found[ids == PLACEHOLDER_TOKEN] = FROM_DEVICE
+    return found

@@ -11,12 +11,13 @@ from torch import Tensor
 from deepinfer.config.model import TextConfig
 from deepinfer.layers.caches import CacheGeometry, ModelCaches
 from deepinfer.layers.step_state import StepState
-from deepinfer.messages import StepPlan
+from deepinfer.messages import Chunk, StepPlan
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.dspark import DSpark
 from deepinfer.observe.step_timer import StepTimer
 from deepinfer.ops.rope import rope_angles, rope_frequencies
 from deepinfer.worker.decoder_cut import cut_for_decoder
+from deepinfer.worker.device_tokens import DeviceTokens
 from deepinfer.worker.state_checkpoints import StateCheckpoints
 from deepinfer.worker.step_batch import StepBatch, StepBatchBuilder
 
@@ -32,6 +33,8 @@ class StepResult:
     """``[rows, M]``"""
     sample_rows: Tensor
     """``[samples]`` int64, in batch order."""
+    ngram_ids: Tensor | None = None
+    """``[rows, n]`` int32, newest first, where the device knows ids that the host does not."""
 
     @torch.inference_mode()
     def sample_logits(self) -> Tensor:
@@ -67,6 +70,8 @@ class ModelRunner:
         self.model = model
         self.draft = draft
         self.device = device
+        self.device_tokens: DeviceTokens | None = None
+        """Set where a step can run on tokens that the host has not seen."""
         stages = 0 if draft is None else len(draft.layers)
         self.caches = ModelCaches(config, model.numerics, geometry, device, stages)
         self.checkpoints = StateCheckpoints(self.caches)
@@ -100,11 +105,14 @@ class ModelRunner:
 
     def _remember_features(self, plan: StepPlan, state: StepState) -> None:
         assert self.draft is not None
-        for chunk in plan.chunks:
-            if chunk.is_prefill:
-                self._feature_floor[chunk.state_slot] = max(chunk.window_floor, chunk.decoder_floor)
+        self._note_feature_floors(plan.chunks)
         if state.tail.features:
             self.draft.remember(state.tail, self.caches)
+
+    def _note_feature_floors(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.is_prefill:
+                self._feature_floor[chunk.state_slot] = max(chunk.window_floor, chunk.decoder_floor)
 
     def draft_floors(self, slots: Sequence[int]) -> list[int]:
         """First position of each state slot whose features are in the draft's rings."""

@@ -71,6 +71,7 @@ class StepBatchBuilder:
         chunks = plan.chunks
         rows = RaggedRows.of_chunks(chunks)
         ids = token_ids(chunks, rows.total)
+        assert ids.min() >= 0, "placeholders are resolved before a batch is built"
         sample_rows = np.concatenate(
             [np.arange(end - chunk.num_sampled, end) for chunk, end in zip(chunks, rows.ends, strict=True)]
         )

@@ -13,6 +13,7 @@ from deepinfer.messages import Chunk, StepPlan
 from deepinfer.sampling.batch import SamplingBatchBuilder
 from deepinfer.sampling.sampler import SamplerOutput
 from deepinfer.sampling.state import SamplingState
+from deepinfer.sampling.transfer import to_device
 from deepinfer.speculative.allocation import allocate_on_host
 from deepinfer.speculative.drafts import NO_DRAFT, Drafts
 from deepinfer.speculative.verification import Verified, Verifier
@@ -75,8 +76,23 @@ class StepTokens:
     draft_ms: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadTokens:
+    """What a chained step sampled, on its way to the host."""
+
+    chunks: tuple[Chunk, ...]
+    generations: tuple[int, ...]
+    verified: Verified
+    """On the host once ``arrived`` says so."""
+    arrived: torch.cuda.Event | None
+    """None where the host has it already."""
+
+
 class Worker:
     """Runs steps in two halves, so that a step can be launched before the one before it has been looked at.
+
+    A *chained* step goes further: its sampler is launched right behind its forward and leaves the tokens on the device,
+    where the next forward finds them. The host reads them while that one runs. See :meth:`can_chain` for when.
 
     Args:
         runner: model and caches. verifier: chooses tokens. batches: parameters of sampled rows.
@@ -160,6 +176,61 @@ class Worker:
         sample_ms, draft_ms = timer.milliseconds("sample") - begin[0], timer.milliseconds("draft") - begin[1]
         return StepTokens(found, verified.rows, survivals, sample_ms, draft_ms)
 
+    def can_chain(self, chunks: Sequence[Chunk], states: Sequence[RowOwner | None]) -> bool:
+        """Whether a step may be sampled before the tokens of the step before it have been read.
+
+        Its rows have to be known without them (no drafts), and so does everything that its sampler needs: parameters
+        that look at the output so far (penalties, grammars) do not qualify.
+        """
+        if self.runner.device_tokens is None or self.drafter is not None:
+            return False
+        if any(not chunk.is_prefill and self.slots.drafts_for(chunk) for chunk in chunks):
+            return False
+        return all(owner is None or (owner.grammar is None and owner.sampling.ignores_output) for owner in states)
+
+    @torch.inference_mode()
+    def sample_unread(self, step: Launched, states: Sequence[RowOwner | None]) -> UnreadTokens | None:
+        """Launch the sampler of a chained step. The next step may be launched at once; :meth:`read` waits.
+
+        Args:
+            states: as for :meth:`sample`. Sequences of the step before it may turn out to have ended there: what their
+                rows give is dropped by whoever commits.
+        Returns:
+            None if nothing is sampled.
+        """
+        chunks, owners, rows = self._sampled_rows(step, states)
+        if not chunks:
+            return None
+        tokens = self.runner.device_tokens
+        assert tokens is not None
+        with self.runner.timer.phase("sample"):
+            verified = self._verify(step, chunks, owners, rows)
+            slots = to_device(np.array([chunk.state_slot for chunk in chunks], dtype=np.int64), rows.device)
+            ngrams = None if step.result.ngram_ids is None else step.result.ngram_ids[rows]
+            tokens.advance(slots, verified.token_ids[:, 0].clamp_min(0), ngrams)
+            generations = tuple(self.slots.advance_unread(chunk) for chunk in chunks)
+            arrived = None
+            if self.runner.device.type == "cuda":
+                verified = verified.to_host()
+                arrived = torch.cuda.Event()
+                arrived.record()
+        return UnreadTokens(tuple(chunks), generations, verified, arrived)
+
+    def read(self, unread: UnreadTokens | None) -> StepTokens:
+        """Wait for the tokens of a chained step."""
+        if unread is None:
+            return StepTokens({}, None, {})
+        with self.runner.timer.phase("sample"):
+            if unread.arrived is not None:
+                unread.arrived.synchronize()
+            found = {}
+            tokens, bad = unread.verified.token_ids[:, 0].tolist(), unread.verified.is_bad.tolist()
+            places = zip(unread.chunks, unread.generations, tokens, bad, strict=True)
+            for row, (chunk, generation, token, is_bad) in enumerate(places):
+                found[chunk.request_id] = SequenceTokens([] if is_bad else [token], row, 0, [], is_bad)
+                self.slots.read(chunk, generation, max(token, 0))
+        return StepTokens(found, unread.verified.rows, {})
+
     def _sampled_rows(
         self, step: Launched, states: Sequence[RowOwner | None]
     ) -> tuple[list[Chunk], list[RowOwner], Tensor]:
@@ -176,7 +247,11 @@ class Worker:
                 owners.append(owner)
                 places += range(begin, end)
         rows = step.result.sample_rows
-        return chunks, owners, rows if len(places) == end else rows[torch.tensor(places, dtype=torch.int64)]
+        return (
+            chunks,
+            owners,
+            rows if len(places) == end else rows[to_device(np.asarray(places, dtype=np.int64), rows.device)],
+        )
 
     def _verify(self, step: Launched, chunks: list[Chunk], owners: list[RowOwner], rows: Tensor) -> Verified:
         states, positions, pending = [], [], []
@@ -194,7 +269,7 @@ class Worker:
             batch = batch.with_grammar(masks)
         device = step.result.trunk.device
         logits = step.result.row_logits(rows)
-        counts = torch.tensor([chunk.num_sampled for chunk in chunks], device=device)
+        counts = to_device(np.array([chunk.num_sampled for chunk in chunks], dtype=np.int64), device)
         return self._verifier.verify(logits, batch, self._drafts_of(chunks, device), counts)
 
     def _drafts_of(self, chunks: list[Chunk], device: torch.device) -> Drafts:
@@ -206,7 +281,7 @@ class Worker:
         distributions = None
         if self._verifier.needs_distributions and self.drafter is not None:
             distributions = self.drafter.stored_distributions([chunk.state_slot for chunk in chunks])
-        return Drafts(torch.from_numpy(ids).to(device), distributions)
+        return Drafts(to_device(ids, device), distributions)
 
     def _take_in(self, chunks: list[Chunk], verified: Verified) -> dict[str, SequenceTokens]:
         """Host view of a verified step; the slots advance."""

@@ -65,6 +65,8 @@ class DeviceStream:
 class DeviceRows:
     """Everything that layers need to know of the rows of a step."""
 
+    token_ids: Tensor
+    """``[rows]``"""
     positions: Tensor
     """``[rows]``, -1 for padding."""
     sequence: Tensor
@@ -94,8 +96,8 @@ class DeviceRows:
 
 
 def fits_spare_room(num_rows: int, geometry: CacheGeometry) -> bool:
-    """Whether a chunk may be written into its ring before its first row has read it."""
-    return num_rows <= geometry.ring_length - geometry.window + 1
+    """Whether a chunk may be written into its rings before its first row has read them."""
+    return num_rows <= min(geometry.ring_length - geometry.window + 1, geometry.pair_ring_length - 1)
 
 
 def row_table(columns: dict[Column, np.ndarray]) -> np.ndarray:
@@ -128,6 +130,7 @@ class RowExpander:
         ring_slot = torch.where(is_stored & (left <= ring), slot * ring + position % ring, NONE)
         safe = position.clamp_min(0)
         return DeviceRows(
+            token_ids=table[Column.TOKEN],
             positions=position,
             sequence=table[Column.SEQUENCE],
             block_tables=block_tables,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,12 +10,13 @@ from torch import Tensor
 from deepinfer.layers.weights import TensorSource
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Weight:
-    """Codes uint8 ``[out, in]`` (e4m3) and scale bytes uint8 ``[out / 32, in / 32]`` (ue8m0)."""
+class Fp8Weight(NamedTuple):
+    """An FP8 matrix as it is stored."""
 
     codes: Tensor
+    """uint8 ``[out, in]``, e4m3."""
     scales: Tensor
+    """uint8 ``[out / 32, in / 32]``, ue8m0."""
 
 
 class PackedSource:

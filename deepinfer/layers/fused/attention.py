@@ -1,0 +1,103 @@
+"""Attention of one layer in few launches: projections, records, selection, attention, output (spec 4.5 to 4.8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from deepinfer.config.layer_plan import LayerPlan
+from deepinfer.config.model import TextConfig
+from deepinfer.kernels.attention import sparse_attention
+from deepinfer.kernels.dense import Fp8Linear, GroupedFp8Linear
+from deepinfer.kernels.query_key import query_key, store_ring
+from deepinfer.layers.caches import LayerCaches
+from deepinfer.layers.fused.compressor import Compressor
+from deepinfer.layers.fused.indexer import Indexer
+from deepinfer.layers.fused.residual import SublayerInput
+from deepinfer.layers.fused.step import FusedStep
+from deepinfer.layers.fused.weights import PackedSource
+from deepinfer.ops.records import Fp8Record, RecordStore
+
+
+class Attention:
+    """Queries of this layer over its window and the entries that its selection source chose."""
+
+    def __init__(self, config: TextConfig, plan: LayerPlan, weights: PackedSource) -> None:
+        self.plan, self.eps = plan, config.rms_norm_eps
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.groups = config.o_groups
+        self.query_and_key = Fp8Linear(*weights.fp8("wq_a.weight", "wkv.weight"))
+        self.query_norm, self.key_norm = weights.bf16("q_norm.weight"), weights.bf16("kv_norm.weight")
+        # The indexer's queries come from the same latent: one product makes both.
+        names = ("wq_b.weight", "indexer.wq_b.weight") if plan.owns_indexer else ("wq_b.weight",)
+        self.query = Fp8Linear(*weights.fp8(*names))
+        self.output_a = GroupedFp8Linear(*weights.fp8("wo_a.weight"), groups=self.groups)
+        self.output_b = Fp8Linear(*weights.fp8("wo_b.weight"))
+        self.sink = weights.fp32("attn_sink")
+        self.compressor = Compressor(config, plan, weights) if plan.owns_kv else None
+        self.indexer = Indexer(config, plan, weights) if plan.owns_indexer else None
+
+    def forward(self, inputs: SublayerInput, step: FusedStep, caches: Sequence[LayerCaches]) -> Tensor:
+        """The sublayer's output ``[rows, hidden]`` bf16; entries of these rows are published before."""
+        rows, own = step.rows, caches[self.plan.layer_id]
+        cos, sin = rows.angles(self.plan.ratio)
+        projected = self.query_and_key.forward(inputs.rounded)
+        records = None
+        if not rows.keys_first:
+            records = own.window.data.new_empty(rows.num_rows, own.window.data.shape[1])
+        _, latent = query_key(
+            projected,
+            self.query_norm,
+            self.key_norm,
+            self.eps,
+            cos,
+            sin,
+            step_records=records,
+            ring=own.window.data if rows.keys_first else None,
+            ring_slot=rows.ring_slot if rows.keys_first else None,
+        )
+        queries = self.query.forward(latent)
+        width = self.heads * self.head_dim
+        entries, entry_slots = self._selection(inputs.x, queries[:, width:], step, caches)
+        context = sparse_attention(
+            queries[:, :width].view(-1, self.heads, self.head_dim),
+            own.window.data if records is None else records,
+            own.window.data,
+            rows.window_index,
+            None if entries is None else entries.data,
+            "fp8" if entries is not None and isinstance(entries.format, Fp8Record) else "fp4",
+            entry_slots,
+            self.sink,
+            cos,
+            sin,
+            quantize_output=True,
+            split_weights=True,
+        )
+        if records is not None:
+            store_ring(records, rows.ring_slot, own.window.data)
+        low = self.output_a.forward(
+            context.view(-1, self.groups, context.shape[1] // self.groups), quantize_output=True
+        )
+        return self.output_b.forward(low)
+
+    def publish(self, inputs: SublayerInput, step: FusedStep, caches: Sequence[LayerCaches]) -> None:
+        """Write the entries and index keys that the rows complete, at a KV source."""
+        if self.compressor is not None:
+            self.compressor.publish(inputs.x, step.rows, caches[self.plan.layer_id])
+
+    def _selection(
+        self, x: Tensor, index_queries: Tensor, step: FusedStep, caches: Sequence[LayerCaches]
+    ) -> tuple[RecordStore | None, Tensor | None]:
+        """The store of the compressed entries and the slots ``[rows, k]`` that each row attends."""
+        plan = self.plan
+        if plan.ratio == 0:
+            return None, None
+        assert plan.kv_source is not None
+        assert plan.index_source is not None
+        if self.indexer is not None:
+            assert plan.index_k_source is not None
+            keys = caches[plan.index_k_source].index_keys
+            assert keys is not None
+            self.indexer.select(x, index_queries, step, keys.data)
+        return caches[plan.kv_source].entries, step.selections[plan.index_source]

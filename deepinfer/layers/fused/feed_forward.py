@@ -1,0 +1,51 @@
+"""Mixture-of-experts sublayer in few launches (spec 4.9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from deepinfer.kernels.dense import Fp8Linear
+from deepinfer.kernels.expert_sum import sum_experts
+from deepinfer.kernels.hyper_connection import ExpertOutputs, Update
+from deepinfer.kernels.moe import ExpertInput, RoutedExperts
+from deepinfer.kernels.router import Router
+from deepinfer.kernels.swiglu import swiglu_rounded
+from deepinfer.layers.fused.residual import SublayerInput
+from deepinfer.layers.fused.step import FusedStep
+from deepinfer.layers.fused.weights import PackedSource
+
+
+class FeedForward:
+    """Routed experts chosen per row, plus one shared expert. Their sum is left to the write into the streams.
+
+    Args:
+        num_selected: experts per row. make_experts: builds the routed experts of a layer from their weights.
+    """
+
+    def __init__(
+        self,
+        num_selected: int,
+        scale: float,
+        limit: float,
+        weights: PackedSource,
+        make_experts: Callable[[PackedSource], RoutedExperts],
+    ) -> None:
+        self.limit = limit
+        self.router = Router(weights.bf16("gate.weight"), weights.fp32("gate.bias"), None, num_selected, scale)
+        self.experts = make_experts(weights)
+        self.gate_up = Fp8Linear(*weights.fp8("shared_experts.w1.weight", "shared_experts.w3.weight"))
+        self.down = Fp8Linear(*weights.fp8("shared_experts.w2.weight"))
+
+    def forward(self, inputs: SublayerInput, step: FusedStep) -> Update:
+        """Outputs of the chosen experts and of the shared one, each rounded to bf16, not yet added up."""
+        rows, experts = inputs.x.shape[0], self.experts
+        routing = self.router.forward(inputs.x, positions=step.rows.positions, block=experts.block_of(rows))
+        shared = self.down.forward(
+            swiglu_rounded(self.gate_up.forward(inputs.rounded, dtype=torch.float32), self.limit)
+        )
+        routed = experts.forward(ExpertInput(inputs.rounded, inputs.codes, inputs.scales), routing)
+        if routed.place is not None:
+            return sum_experts(routed.values, experts.num_selected, place=routed.place, shared=shared)
+        return ExpertOutputs(routed.values.view(rows, -1, routed.values.shape[1]), shared, routing.experts)

@@ -1,0 +1,126 @@
+"""DSpark on an NVIDIA GPU, with fused layers; :mod:`deepinfer.models.dspark` says what is computed (spec 7)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deepinfer.config.layer_plan import IndexMode, LayerPlan
+from deepinfer.kernels.dense import Bf16Linear, Fp8Linear
+from deepinfer.kernels.dense_triton import q8_round_
+from deepinfer.kernels.query_key import key_records, norm_rounded
+from deepinfer.layers.caches import ModelCaches
+from deepinfer.layers.fused.device_rows import DeviceRows
+from deepinfer.layers.fused.residual import flush
+from deepinfer.layers.fused.step import FusedStep
+from deepinfer.layers.fused.weights import PackedSource
+from deepinfer.layers.step_state import Angles
+from deepinfer.layers.weights import TensorSource
+from deepinfer.models.dspark import ChooseToken, Proposal
+from deepinfer.models.fused_v41 import FusedLayer, FusedV41, MakeExperts
+from deepinfer.ops.step_views import RingView
+
+
+class FusedDSpark:
+    """The ``mtp.*`` stages. Embedding and head are the backbone's."""
+
+    def __init__(self, backbone: FusedV41, source: TensorSource, make_experts: MakeExperts) -> None:
+        config = backbone.config
+        self.config, self.backbone = config, backbone
+        weights = PackedSource(source, backbone.device)
+        stages = [weights.child(f"mtp.{stage}") for stage in range(config.num_nextn_predict_layers)]
+        experts = (config.dspark_n_routed_experts, config.dspark_num_experts_per_tok)
+        self.layers = [
+            FusedLayer(config, LayerPlan(layer_id=stage, ratio=0, mode=IndexMode.NONE), child, experts, make_experts)
+            for stage, child in enumerate(stages)
+        ]
+        self.feature_projection = Fp8Linear(*stages[0].fp8("main_proj.weight"))
+        self.feature_norm = stages[0].bf16("main_norm.weight")
+        self.context_keys = [Fp8Linear(*child.fp8("attn.wkv.weight")) for child in stages]
+        last = stages[-1]
+        self.norm = last.bf16("norm.weight")
+        self.markov_embedding = last.bf16("markov_head.embed.weight")
+        self.markov_head = Bf16Linear(last.bf16("markov_head.head.weight"))
+        self.confidence_head = last.fp32("confidence_head.proj.weight").flatten()
+
+    def remember(self, features: list[Tensor], rows: DeviceRows, caches: ModelCaches) -> None:
+        """Write the context keys of the rows of a backbone step into the draft's rings.
+
+        Args:
+            features: per target layer ``[rows, hidden]`` bf16.
+        """
+        joined = q8_round_(torch.cat(features, dim=-1))
+        _, context = norm_rounded(self.feature_projection.forward(joined), self.feature_norm, self.config.rms_norm_eps)
+        cos, sin = rows.plain_angles
+        for layer, product, cache in zip(self.layers, self.context_keys, caches.draft, strict=True):
+            norm = layer.attention.key_norm
+            key_records(
+                product.forward(context), norm, self.config.rms_norm_eps, cos, sin, cache.window.data, rows.ring_slot
+            )
+
+    def propose(
+        self,
+        newest: Tensor,
+        block: int,
+        window: RingView,
+        angles: Angles,
+        caches: ModelCaches,
+        choose: ChooseToken,
+        keep_logits: bool = False,
+    ) -> Proposal:
+        """Draft ``block`` tokens for every request; arguments as for :meth:`deepinfer.models.dspark.DSpark.propose`."""
+        requests = newest.shape[0]
+        ids = torch.full((requests, block), self.config.dspark_noise_token_id, device=newest.device)
+        ids[:, 0] = newest
+        residual = self.backbone.embed(ids.flatten())
+        step = FusedStep(_rows_of(window, angles), ids.flatten())
+        for layer in self.layers:
+            layer.forward(residual, step, caches.draft)
+        flush(residual)
+        hidden = (residual.read_mix.unsqueeze(1) @ residual.trunk.float()).squeeze(1).to(torch.bfloat16)
+        normed, _ = norm_rounded(hidden, self.norm, self.config.rms_norm_eps)
+        base = self.backbone.head.forward(normed, dtype=torch.float32).unflatten(0, (requests, block))
+        return self._choose_tokens(newest, hidden.unflatten(0, (requests, block)), base, choose, keep_logits)
+
+    def _choose_tokens(
+        self, newest: Tensor, hidden: Tensor, base: Tensor, choose: ChooseToken, keep_logits: bool
+    ) -> Proposal:
+        """The heads, slot after slot (spec 7.4): each slot's logits and confidence know the token before it."""
+        width = hidden.shape[-1]
+        by_hidden = hidden.float() @ self.confidence_head[:width]  # [requests, block]
+        previous, tokens, confidences, logits = newest, [], [], []
+        for slot in range(base.shape[1]):
+            markov = functional.embedding(previous, self.markov_embedding)
+            slot_logits = base[:, slot] + self.markov_head.forward(markov, dtype=torch.float32)
+            confidences.append(by_hidden[:, slot] + markov.float() @ self.confidence_head[width:])
+            previous = choose(slot_logits, slot)
+            tokens.append(previous)
+            if keep_logits:
+                logits.append(slot_logits)
+        return Proposal(
+            torch.stack(tokens, dim=1),
+            torch.stack(confidences, dim=1),
+            torch.stack(logits, dim=1) if keep_logits else None,
+        )
+
+
+def _rows_of(window: RingView, angles: Angles) -> DeviceRows:
+    """The rows of draft blocks: they see context keys in the rings and their own block, and store nothing."""
+    count = window.index.shape[0]
+    place = torch.cat((torch.arange(count, device=window.index.device), -2 - window.previous))
+    index = torch.where(window.index < 0, -1, place[window.index.clamp_min(0)]).to(torch.int32)
+    nothing = torch.full((count,), -1, dtype=torch.int32, device=index.device)
+    return DeviceRows(
+        token_ids=nothing,
+        positions=torch.zeros_like(nothing),
+        sequence=torch.zeros_like(nothing),
+        block_tables=nothing[:1, None],
+        ring_slot=nothing,
+        keys_first=False,
+        window_index=index,
+        plain_angles=angles,
+        compressed_angles=angles,
+        streams={},
+        spans=None,
+    )

@@ -1,0 +1,135 @@
+"""Runs the fused model on a step plan: one copy to the device, then launches only, or one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.config.model import TextConfig
+from deepinfer.layers.caches import CacheGeometry
+from deepinfer.layers.fused.device_rows import Column, RowExpander, fits_spare_room
+from deepinfer.layers.fused.step import FusedCut, FusedStep
+from deepinfer.messages import Chunk, StepPlan
+from deepinfer.models.fused_dspark import FusedDSpark
+from deepinfer.models.fused_v41 import FusedV41
+from deepinfer.ops.step_views import ChunkSpan
+from deepinfer.worker.decode_graphs import DecodeGraphs
+from deepinfer.worker.decoder_rows import kept_rows, narrows_decoder
+from deepinfer.worker.device_step import device_ngram_ids, host_table, padded_block_tables, token_ids
+from deepinfer.worker.device_tokens import DeviceTokens
+from deepinfer.worker.model_runner import ModelRunner, StepResult
+from deepinfer.worker.ragged_rows import RaggedRows
+
+
+class FusedRunner(ModelRunner):
+    """One fused model with its caches on one GPU.
+
+    Args:
+        graph_sizes: rows of the steps that are captured; none runs every step launch by launch.
+        max_blocks: blocks per sequence that captured steps can address.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        model: FusedV41,
+        geometry: CacheGeometry,
+        device: torch.device,
+        is_compact: bool = True,
+        draft: FusedDSpark | None = None,
+        graph_sizes: Sequence[int] = (),
+        max_blocks: int = 1,
+    ) -> None:
+        super().__init__(config, model, geometry, device, is_compact, draft)
+        self.fused_draft = draft
+        self._is_compact = is_compact
+        self.fused = model
+        ratios = tuple(sorted({plan.ratio for plan in config.layers} - {0}))
+        self.expander = RowExpander(geometry, ratios, self.plain_frequencies, self.compressed_frequencies)
+        self.ngram_size = config.engram_max_ngram_size if config.engram_layer_ids else 0
+        self.device_tokens = DeviceTokens(geometry.num_slots, self.ngram_size, device)
+        self.graphs = DecodeGraphs(self, graph_sizes, max_blocks) if graph_sizes else None
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, trace: dict[str, Tensor] | None = None) -> StepResult:
+        """One forward over all rows of ``plan`` (which has at least one). There is no trace of fused layers."""
+        assert trace is None, "fused layers keep no intermediates"
+        chunks = plan.chunks
+        with self.timer.phase("batch"):
+            ragged = RaggedRows.of_chunks(chunks)
+            ids = token_ids(chunks, ragged.total)
+            host = host_table(ragged, ids, padded_block_tables(chunks))
+            ngrams = None
+            if self.ngram_size:
+                ngrams = self.move(device_ngram_ids(chunks, ragged, ids, self.ngram_size))
+        self.checkpoints.restore(plan.restores)
+        with self.timer.phase("forward"):
+            is_cut = narrows_decoder(chunks, self.caches.geometry.window)
+            is_short = all(fits_spare_room(chunk.num_rows, self.caches.geometry) for chunk in chunks)
+            samples = np.concatenate(
+                [np.arange(end - chunk.num_sampled, end) for chunk, end in zip(chunks, ragged.ends, strict=True)]
+            )
+            if self.graphs is not None and is_short and not is_cut and self.graphs.covers(host):
+                trunk, read_mix, known = self.graphs.replay(host, ngrams)
+            else:
+                step = self.step_of(
+                    self.move(host.table), self.move(host.block_tables), ngrams, is_short and not is_cut
+                )
+                known = step.ngram_ids
+                if is_cut:
+                    step.cut, samples = self._cut(chunks, host.block_tables, ids)
+                    known = None if known is None else known[step.cut.kept]
+                trunk, read_mix = self.forward(step)
+            sample_rows = self.move(samples)
+            self._note_feature_floors(chunks)
+        self.checkpoints.save(plan.saves)
+        return StepResult(self.model, trunk, read_mix, sample_rows, known)
+
+    def forward(self, step: FusedStep) -> tuple[Tensor, Tensor]:
+        """The layers, and the draft's context keys behind them. Launches only."""
+        if self.fused_draft is not None:
+            step.features = []
+        trunk, read_mix = self.fused.forward(step, self.caches)
+        if self.fused_draft is not None and step.features:
+            self.fused_draft.remember(step.features, step.rows, self.caches)
+        return trunk, read_mix
+
+    def move(self, array: np.ndarray) -> Tensor:
+        """A host array on the device, without waiting."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def step_of(
+        self,
+        table: Tensor,
+        block_tables: Tensor,
+        ngrams: Tensor | None,
+        keys_first: bool,
+        spans: Sequence[ChunkSpan] | None = None,
+    ) -> FusedStep:
+        """The step of some rows, tokens that only the device knows filled in.
+
+        Args:
+            table, block_tables, ngrams: on the device, int32. spans: of the chunks, where they may vary.
+        """
+        rows, tokens = self.expander.expand(table, block_tables, keys_first, spans), self.device_tokens
+        assert tokens is not None
+        slots = table[Column.SLOT].long()
+        if ngrams is not None:
+            ngrams = tokens.fill_ngrams(ngrams, slots)
+        return FusedStep(rows, tokens.fill_ids(rows.token_ids, slots), ngrams)
+
+    def _cut(self, chunks: Sequence[Chunk], block_tables: np.ndarray, ids: np.ndarray) -> tuple[FusedCut, np.ndarray]:
+        """The rows that the decoder layers run on, and the rows to sample from, numbered among them."""
+        kept = kept_rows(chunks, self._is_compact)
+        layer = self.config.first_decoder_layer
+        rows = None
+        if kept.ragged is not None:
+            host = host_table(kept.ragged, ids[kept.rows], block_tables[kept.chunks])
+            rows = self.expander.expand(self.move(host.table), self.move(host.block_tables), False, host.spans)
+        return FusedCut(layer, self.move(kept.rows), rows), kept.sample_rows
