@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.expert_blocks import ExpertBlocks
-from deepinfer.kernels.expert_formats import e2m1_times, exact_dot
+from deepinfer.kernels.fp4_bits import e2m1_value, power_of_two
 
 
 @triton.jit
@@ -41,8 +41,9 @@ def _grouped_kernel(
             group = begin // 32 + tl.arange(0, BLOCK_K // 32)
             scales = tl.load(scales_at + group[None, :], inside[:, None] & (group < K // 32)[None, :], other=127)
             nibbles = tl.join(codes & 15, codes >> 4).reshape(BLOCK_N, BLOCK_K // 32, 32).to(tl.int32)
-            weights = e2m1_times(nibbles, scales.to(tl.int32)[:, :, None] - 127).reshape(BLOCK_N, BLOCK_K)
-            total = exact_dot(x, tl.trans(weights), total)
+            factors = power_of_two(scales.to(tl.int32) - 127)
+            weights = (e2m1_value(nibbles) * factors[:, :, None]).to(tl.bfloat16).reshape(BLOCK_N, BLOCK_K)
+            total = tl.dot(x, tl.trans(weights), total)
         at = out_ptr + pair[:, None].to(tl.int64) * N + column[None, :]
         tl.store(at, total.to(out_ptr.dtype.element_ty), valid[:, None] & inside[None, :])
 

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.expert_blocks import ExpertBlocks, max_blocks, order_pairs
-from deepinfer.kernels.expert_formats import exact_dot
 
 FUSED_ROWS = 32
 """Above this one program per row selects faster than one per 16 rows."""
@@ -41,7 +40,7 @@ def _partial_logits(
         column = part * SLICE + begin + tl.arange(0, BLOCK_K)
         gate = tl.load(gate_at + column[None, :], (expert < experts)[:, None] & (column < hidden)[None, :], other=0.0)
         x = tl.load(x_at + column[:, None], (row < rows)[None, :] & (column < hidden)[:, None], other=0.0)
-        logits = exact_dot(gate, x, logits)
+        logits = tl.dot(gate, x, logits)
     at = partial_ptr + (part * rows + row)[None, :].to(tl.int64) * experts + expert[:, None]
     tl.store(at, logits, (row < rows)[None, :] & (expert < experts)[:, None])
 
