@@ -162,7 +162,7 @@ def _route_kernel(
                 counters_ptr, slots_ptr, tile * BLOCK_R + tl.arange(0, SELECT_R), rows, scale,
                 experts, SLICES, TOP, HAS_IMAGE, HAS_POSITIONS, BLOCK > 0, ALL_E, BLOCK_TOP,
             )  # fmt: skip
-            if BLOCK > 0:  # noqa: SIM102  (a condition of the compiler around one of the program)
+            if BLOCK > 0:
                 if _last_of(counters_ptr + experts, tl.num_programs(2)):
                     _order(
                         experts_ptr, counters_ptr, slots_ptr, ordered_ptr, block_expert_ptr, total_ptr, offsets_ptr,
@@ -183,7 +183,7 @@ def _select_kernel(
         counters_ptr, slots_ptr, tl.program_id(0) + tl.arange(0, 1), rows, scale,
         experts, SLICES, TOP, HAS_IMAGE, HAS_POSITIONS, BLOCK > 0, ALL_E, BLOCK_TOP,
     )  # fmt: skip
-    if BLOCK > 0:  # noqa: SIM102
+    if BLOCK > 0:
         if _last_of(counters_ptr + experts, tl.num_programs(0)):
             _order(
                 experts_ptr, counters_ptr, slots_ptr, ordered_ptr, block_expert_ptr, total_ptr, offsets_ptr,
