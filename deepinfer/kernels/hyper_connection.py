@@ -148,5 +148,6 @@ def hc_write_read(
         rows, hidden, mixes.write.stride(0) if mixes else 0, 0 if read_mix is None else read_mix.stride(0), stride,
         M=streams, KIND=kind, K=parts, WIDTH=mix_width(streams), SLICES=num_slices,
         S=tile.columns, ROW_TILES=row_tiles, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
     return WriteRead(new_trunk, h, None if partial is None else PartialSums(partial, num_slices), feature)

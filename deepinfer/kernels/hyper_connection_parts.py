@@ -67,6 +67,9 @@ class Tile:
     """Tiles of 16 rows that a program does one after the other, with one look at ``fn``; 0: chosen by the number of
     rows. No influence on the result."""
 
+    num_stages: int = 2
+    """Loads ahead, in tiles, where ``row_tiles`` is above 1. No influence on the result."""
+
     def num_slices(self, hidden: int) -> int:
         """Programs side by side."""
         return triton.cdiv(hidden, self.columns)

@@ -173,9 +173,9 @@ def store_partial(
 
 @triton.jit
 def sum_of_slices(values, SLICES: tl.constexpr, SLICES_P2: tl.constexpr):
-    """Sum of ``[SLICES]`` float32 in memory, in a fixed order."""
+    """Sum of ``[SLICES]`` float32 in memory, in float64: as good as exact, so of the same bits in every order."""
     index = tl.arange(0, SLICES_P2)
-    return tl.sum(tl.load(values + index, index < SLICES, other=0.0), axis=0)
+    return tl.sum(tl.load(values + index, index < SLICES, other=0.0).to(tl.float64), axis=0).to(tl.float32)
 
 
 @triton.jit
@@ -239,11 +239,11 @@ def finish_mixes(
     """The mixes of one row, float32 ``[(2 + M) * M]`` at ``mixes``, from its record of partial sums."""
     mix = tl.arange(0, WIDTH)
     index = tl.arange(0, SLICES_P2)
-    tile = tl.load(record + index[:, None] * WIDTH + mix[None, :], (index < SLICES)[:, None], other=0.0)
+    is_mix = mix < (2 + M) * M  # the padding behind is never written
+    mask = (index < SLICES)[:, None] & is_mix[None, :]
+    products = tl.sum(tl.load(record + index[:, None] * WIDTH + mix[None, :], mask, other=0.0), axis=0)
     of_trunk = sum_of_slices(record + SLICES * (WIDTH + 1), SLICES, SLICES_P2)
-    is_mix = mix < (2 + M) * M
     factor = tl.where(mix < M, tl.load(scale), tl.where(mix < 2 * M, tl.load(scale + 1), tl.load(scale + 2)))
-    products = tl.where(is_mix, tl.sum(tile, axis=0), 0.0)  # the record's padding is never written
     inverse = tl.rsqrt(of_trunk / (M * hidden) + norm_eps)
     logits = factor * (inverse * products) + tl.load(base + mix, is_mix, other=0.0)
     gate = tl.sigmoid(logits)

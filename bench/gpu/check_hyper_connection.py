@@ -1,0 +1,521 @@
+"""Hyper-connection, query/key and step-table kernels on a GPU: errors against float64, then times over floor.
+
+    python bench/gpu/check_hyper_connection.py [--json FILE] [--only check,write,finish,enter,others]
+
+Times are medians of 5 replays of a CUDA graph whose launches rotate over more data than L2 holds, per launch. Floor:
+bytes at 4.2 TB/s. Kernels are compiled by several processes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from deepinfer.kernels.hyper_connection import (
+    ExpertOutputs,
+    Mixes,
+    SplitSums,
+    Tile,
+    Update,
+    collapse_head,
+    hc_finish,
+    hc_write_read,
+    new_mixes,
+)
+from deepinfer.kernels.hyper_connection_fused import fits_one_launch, hc_enter, new_counters
+from deepinfer.kernels.query_key import query_key, store_ring
+from deepinfer.kernels.step_tables import step_tables
+from deepinfer.layers.caches import BLOCK_TOKENS, CacheGeometry
+from deepinfer.layers.fused.device_rows import RowExpander
+from deepinfer.ops import number_formats as nf
+from deepinfer.ops.hyper_connection import hc_mixes, hc_read, hc_write
+from deepinfer.ops.norm import rms_norm
+from deepinfer.ops.records import Fp8Record
+from deepinfer.ops.rope import rope_angles, rope_frequencies, rotate
+
+HIDDEN, STREAMS, QUERY, KEY, ROPE, SELECTED = 5120, 4, 1280, 512, 64, 6
+NORM_EPS, HC_EPS, ITERATIONS = 1e-20, 1e-6, 20
+BYTES_PER_S, ROTATION_BYTES = 4.2e12, 240e6
+CUDA = torch.device("cuda")
+WORKERS = 14
+results: list[dict] = []
+turn: tuple[int, int] | None = None  # (own number, workers) in a process that only compiles
+num_cases = 0
+
+
+def is_mine() -> bool:
+    """In a compiling process: whether the next case is its own."""
+    global num_cases
+    num_cases += 1
+    return turn is None or num_cases % turn[1] == turn[0]
+
+
+def guarded(name: str, action: Callable[[], None]) -> None:
+    if not is_mine():
+        return
+    try:
+        action()
+        torch.cuda.synchronize()
+    except Exception:
+        lines = traceback.format_exc().strip().splitlines()
+        if turn is None:
+            print(f"FAIL {name}: raised\n    " + "\n    ".join(lines[-6:]), flush=True)
+        results.append({"case": name, "error": lines[-1]})
+
+
+def report(name: str, ok: bool, detail: str) -> None:
+    if turn is None:
+        print(f"{'PASS' if ok else 'FAIL'} {name} {detail}", flush=True)
+    results.append({"case": name, "pass": ok, "detail": detail})
+
+
+def timed(name: str, num_bytes: float, launches: list[Callable[[], object]]) -> None:
+    launches[0]()
+    if turn is not None:
+        return
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    graph.replay()
+    times = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(launches))
+    us, floor = statistics.median(times), num_bytes / BYTES_PER_S * 1e6
+    print(f"{name:64s} {us:8.2f} us  floor {floor:7.2f}  x{us / floor:.2f}", flush=True)
+    results.append({"case": name, "us": us, "floor_us": floor})
+
+
+def copies(num_bytes: float) -> int:
+    return 1 if turn is not None else max(4, min(120, int(ROTATION_BYTES / num_bytes) + 1))
+
+
+def mixes_of(rows: int) -> Mixes:
+    packed, mixes = new_mixes(torch.empty(0, device=CUDA), rows, STREAMS)
+    packed.copy_(torch.rand(packed.shape, device=CUDA))
+    return mixes
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
+
+
+def share(found: Tensor, expected: Tensor) -> float:
+    return float((found != expected).double().mean())
+
+
+class Sublayer:
+    """One sublayer's weights and, for some rows, the trunk and the update before it."""
+
+    def __init__(self, rows: int, form: str) -> None:
+        self.rows, self.form = rows, form
+        self.trunk, self.mixes, self.read = bf16(rows, STREAMS, HIDDEN), mixes_of(rows), mixes_of(rows).read
+        self.fn = torch.randn((2 + STREAMS) * STREAMS, STREAMS * HIDDEN, device=CUDA) * 0.01
+        self.norm = (torch.rand(HIDDEN, device=CUDA) + 0.5).bfloat16()
+        self.scale, self.base = torch.tensor([1.0, 0.5, 2.0], device=CUDA), torch.randn(24, device=CUDA)
+        self.out = torch.empty_like(self.trunk)
+        self.update: Update | None = None
+        self.value = None
+        if form == "plain":
+            self.update = self.value = bf16(rows, HIDDEN)
+        elif form == "experts":
+            experts = torch.randint(0, 384, (rows, SELECTED), device=CUDA, dtype=torch.int32)
+            self.update = ExpertOutputs(bf16(rows, SELECTED, HIDDEN), bf16(rows, HIDDEN), experts)
+            self.value = (self.update.routed.double().sum(1) + self.update.shared.double()).bfloat16()
+        elif form == "splits":
+            self.update = SplitSums(torch.randn(4, rows, HIDDEN, device=CUDA))
+            self.value = self.update.sums.double().sum(0).bfloat16()
+
+    def write_read(self, tile: Tile = Tile(), **wants: bool):  # noqa: B008
+        mixes = None if self.update is None else self.mixes
+        return hc_write_read(
+            self.trunk, self.read, self.fn, self.update, mixes, out=self.out, tile=tile, **wants
+        )  # fmt: skip
+
+    def write(self):
+        return hc_write_read(self.trunk, None, None, self.update, self.mixes, out=self.out)
+
+    def finish(self, partial, h, **how):
+        return hc_finish(
+            partial, h, self.norm, self.scale, self.base, NORM_EPS, HC_EPS, ITERATIONS, **how
+        )  # fmt: skip
+
+    def enter(self, counters: Tensor | None, tile: Tile = Tile(), **how):  # noqa: B008
+        mixes = None if self.update is None else self.mixes
+        return hc_enter(
+            self.trunk, self.read, self.fn, self.norm, self.scale, self.base, NORM_EPS, HC_EPS, ITERATIONS,
+            self.update, mixes, counters=counters, out=self.out, tile=tile, **how,
+        )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> float:
+        written = 0 if self.update is None else STREAMS * HIDDEN * 2
+        update = {"none": 0, "plain": 2, "experts": 2 * (SELECTED + 1), "splits": 16}[self.form] * HIDDEN
+        return self.rows * (STREAMS * HIDDEN * 2 + written + update + HIDDEN * 2) + self.fn.numel() * 4
+
+    @property
+    def finish_bytes(self) -> float:
+        return self.rows * (3 * HIDDEN * 2 + 80 * 34 * 4)
+
+
+# ---- checks
+
+
+def check_sublayer(rows: int, form: str) -> None:
+    one = Sublayer(rows, form)
+    done = one.write_read(wants_feature=True)
+    trunk = one.trunk
+    wrong = []
+    if one.value is not None:
+        trunk = hc_write(one.trunk, one.value, one.mixes.write.double(), one.mixes.stream.double())
+        wrong.append(share(done.trunk, trunk))
+    found = one.finish(done.partial, done.h, wants_codes=True)
+    wrong += [share(done.h, hc_read(done.trunk, one.read.double()))]
+    wrong += [share(done.feature, done.trunk.double().mean(1).bfloat16())]
+    wrong += [share(found.x, rms_norm(done.h, one.norm.double(), NORM_EPS))]
+    codes, scales = nf.q8(found.x)
+    exact = torch.equal(found.codes, codes) and torch.equal(found.scales, scales)
+    exact = exact and torch.equal(found.xq.float(), nf.q8_round(found.x))
+    wide = (one.fn.double(), one.scale.double(), one.base.double(), NORM_EPS, HC_EPS, ITERATIONS)
+    expected = hc_mixes(done.trunk, *wide)
+    errors = [float((a.double() - b).abs().div(b.abs()).max()) for a, b in zip(found.mixes, expected, strict=True)]
+    ok = exact and max(wrong) < 2e-3 and max(errors) < 2e-5
+    text = " ".join(f"{value:.1e}" for value in wrong)
+    report(
+        f"sublayer {form} rows={rows}", ok, f"share (trunk, h, feature, x) {text}; mixes {max(errors):.1e}; {exact=}"
+    )
+
+
+def results_of(read, finished) -> list[Tensor]:
+    return [read.trunk, *(part for part in finished[:4] if part is not None), *finished.mixes]
+
+
+def check_one_launch(rows: int, form: str) -> None:
+    one, counters = Sublayer(rows, form), new_counters(CUDA)
+    expected = [part.clone() for part in results_of(*one.enter(None, wants_codes=True))]
+    found = results_of(*one.enter(counters, wants_codes=True))
+    same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [results_of(*one.enter(counters, wants_codes=True)) for _ in range(20)]
+    for _ in range(10):
+        graph.replay()
+    again = all(torch.equal(a, b) for each in kept for a, b in zip(each, expected, strict=True))
+    ok = same and again and not bool(counters.any())
+    report(f"one launch {form} rows={rows}", ok, f"eager {same} graph {again} counters zero {not bool(counters.any())}")
+
+
+def check_invariance(form: str) -> None:
+    whole = Sublayer(256, form)
+    among = results_of(*whole.enter(None))
+    wrong = []
+    for row, rows in ((0, 1), (37, 1), (255, 1), (249, 7)):
+        part, one = slice(row, row + rows), Sublayer(rows, "none")
+        one.fn, one.norm, one.scale, one.base = whole.fn, whole.norm, whole.scale, whole.base
+        one.trunk, one.read, one.mixes = whole.trunk[part], whole.read[part], Mixes(*(m[part] for m in whole.mixes))
+        one.update = whole.update
+        if isinstance(whole.update, Tensor):
+            one.update = whole.update[part]
+        elif isinstance(whole.update, ExpertOutputs):
+            update = whole.update
+            one.update = ExpertOutputs(update.routed[part], update.shared[part], update.experts[part])
+        for counters in (None, new_counters(CUDA)):
+            alone = results_of(*one.enter(counters))
+            wrong += [not torch.equal(a, b[part]) for a, b in zip(alone, among, strict=True)]
+    report(f"batch invariance {form}", not any(wrong), f"{sum(wrong)} of {len(wrong)} tensors differ")
+
+
+def check_others() -> None:
+    rows = 33
+    one = Sublayer(rows, "none")
+    picked = torch.tensor([5, 0, 32], dtype=torch.int32, device=CUDA)
+    h = bf16(3, HIDDEN)
+    x = collapse_head(one.trunk, one.read, one.norm, NORM_EPS, picked, h=h)
+    wrong = share(h, hc_read(one.trunk[picked.long()], one.read[picked.long()].double()))
+    wrong = max(wrong, share(x, rms_norm(h, one.norm.double(), NORM_EPS)))
+    report("collapse_head", wrong < 2e-3, f"share {wrong:.1e}")
+
+    projected, query_norm, key_norm = bf16(rows, QUERY + KEY), torch.rand(QUERY).to(CUDA), torch.rand(KEY).to(CUDA)
+    positions = torch.randint(0, 2**20, (rows,), device=CUDA)
+    frequencies = rope_frequencies(1e4, ROPE, None).to(CUDA)
+    cos, sin = rope_angles(positions, frequencies)
+    records = torch.empty(rows, KEY + KEY // 32, dtype=torch.uint8, device=CUDA)
+    ring = torch.full((99, records.shape[1]), 255, dtype=torch.uint8, device=CUDA)
+    slots = torch.randperm(99, device=CUDA)[:rows].int()
+    slots[3] = -1
+    latent, rounded = query_key(
+        projected, query_norm, key_norm, NORM_EPS, cos, sin, step_records=records, ring=ring, ring_slot=slots
+    )
+    wrong = share(latent, rms_norm(projected[:, :QUERY], query_norm.double(), NORM_EPS))
+    exact = torch.equal(rounded.float(), nf.q8_round(latent))
+    key = rotate(rms_norm(projected[:, QUERY:], key_norm.double(), NORM_EPS), cos, sin)
+    of_key = share(records, Fp8Record(KEY).encode(key))
+    live = slots >= 0
+    stored = torch.equal(ring[slots[live].long()], records[live]) and int((ring == 255).all(1).sum()) == 99 - rows + 1
+    other = torch.full_like(ring, 255)
+    store_ring(records, slots, other)
+    stored = stored and torch.equal(other, ring)
+    ok = max(wrong, of_key) < 2e-3 and exact and stored
+    report("query_key, store_ring", ok, f"share latent {wrong:.1e} record {of_key:.1e}; {exact=} {stored=}")
+
+    for rows, keys_first in ((7, True), (700, False)):
+        table, blocks, frequency = step_inputs(rows)
+        geometry = CacheGeometry(num_blocks=64, num_slots=64, window=128, ring_length=134, pair_ring_length=7)
+        expected = RowExpander(geometry, (1, 2), *frequency).expand(table, blocks, keys_first)
+        found = tables_of(table, blocks, frequency, keys_first)
+        same = torch.equal(found.window_index, expected.window_index) and torch.equal(
+            found.ring_slot, expected.ring_slot
+        )
+        pairs = [(found.plain_angles, expected.plain_angles), (found.compressed_angles, expected.compressed_angles)]
+        for ratio, stream in expected.streams.items():
+            for name in ("num_visible", "emit_slot", "partner", "pair_store_slot"):
+                a, b = getattr(found.streams[ratio], name), getattr(stream, name)
+                same = same and (a is None or torch.equal(a, b))
+            pairs.append((found.streams[ratio].entry_angles, stream.entry_angles))
+        bits = [(a.view(torch.int32) - b.view(torch.int32)).abs() for p in pairs for a, b in zip(*p, strict=True)]
+        most, many = max(int(b.max()) for b in bits), sum(int((b > 0).sum()) for b in bits)
+        report(f"step_tables rows={rows}", same and most <= 1, f"{same=}; angles off by <= {most} ulp, {many} times")
+
+
+def step_inputs(rows: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """One long chunk of 6 rows, then single rows; positions up to a million."""
+    position = torch.randint(0, 2**20, (rows,))
+    position[:6] = 77_777 + torch.arange(6)
+    slot = torch.arange(rows).clamp_min(5) - 4
+    start, end = position.clone(), position + 1
+    start[:6], end[:6] = 77_777, 77_783
+    zero = torch.zeros(rows, dtype=torch.long)
+    table = torch.stack((zero, position, slot, zero, start, end, zero, slot - 1)).int()
+    blocks = torch.randint(0, 64, (rows, 8192), dtype=torch.int32)
+    frequency = rope_frequencies(1e4, ROPE, None).to(CUDA), rope_frequencies(1.6e5, ROPE, None).to(CUDA)
+    return table.to(CUDA), blocks.to(CUDA), frequency
+
+
+def tables_of(table: Tensor, blocks: Tensor, frequency: tuple[Tensor, Tensor], keys_first: bool):
+    return step_tables(
+        table, blocks, *frequency, keys_first=keys_first, ratios=(1, 2), window=128, ring_length=134,
+        pair_ring_length=7, block_tokens=BLOCK_TOKENS,
+    )  # fmt: skip
+
+
+def checks() -> None:
+    for form in ("plain", "experts", "splits", "none"):
+        guarded(f"sublayer {form}", lambda form=form: [check_sublayer(rows, form) for rows in (1, 7, 33)])
+    for form in ("plain", "experts"):
+        guarded(f"one launch {form}", lambda form=form: [check_one_launch(rows, form) for rows in (1, 16, 33, 48)])
+        guarded(f"invariance {form}", lambda form=form: check_invariance(form))
+    guarded("others", check_others)
+
+
+# ---- times
+
+
+def subjects(rows: int, form: str) -> list[Sublayer]:
+    first = Sublayer(rows, form)
+    return [first, *(Sublayer(rows, form) for _ in range(copies(first.num_bytes) - 1))]
+
+
+def time_write(form: str, rows: int, tile: Tile, own: list[Sublayer]) -> None:
+    own = own or subjects(rows, form)
+    shape = f"S={tile.columns} w={tile.num_warps} tiles={tile.row_tiles} stages={tile.num_stages}"
+    launches = [lambda one=one: one.write_read(tile) for one in own]
+    timed(f"write_read {form} rows={rows} {shape}", own[0].num_bytes, launches)
+
+
+def times_of_write() -> None:
+    row_tiles = {64: (1, 2), 128: (1, 2, 4), 256: (1, 2, 4, 8), 8192: (4, 8, 16)}
+    for form, counts in (("plain", (1, 8, 32, 64, 128, 256, 8192)), ("experts", (1, 64, 256))):
+        for rows in counts:
+            if turn is not None and rows not in (1, 64, 256, 8192):
+                continue
+            own = [] if turn is not None else subjects(rows, form)
+            for columns, warps in ((32, 4), (64, 4), (128, 4), (128, 8)):
+                if form == "experts" and columns == 128:
+                    continue
+                for tiles in row_tiles.get(rows, (1,)):
+                    for stages in (1, 2, 3) if tiles > 1 else (1,):
+                        tile = Tile(columns, warps, tiles, stages)
+                        guarded(f"write_read {form} {rows} {tile}", partial(time_write, form, rows, tile, own))
+    for form in ("none", "splits"):
+        for rows in (1, 64):
+
+            def run_form(form: str = form, rows: int = rows) -> None:
+                own = subjects(rows, form)
+                timed(
+                    f"write_read {form} rows={rows}",
+                    own[0].num_bytes,
+                    [lambda one=one: one.write_read() for one in own],
+                )
+
+            guarded(f"write_read {form} rows={rows}", run_form)
+    for rows in (1, 64):
+
+        def run_write(rows: int = rows) -> None:
+            own = subjects(rows, "plain")
+            num_bytes = own[0].num_bytes - own[0].fn.numel() * 4
+            timed(f"write only rows={rows}", num_bytes, [lambda one=one: one.write() for one in own])
+
+        guarded(f"write only rows={rows}", run_write)
+
+
+def times_of_finish() -> None:
+    for rows in (1, 8, 32, 64, 128, 256, 8192):
+        for columns, warps in ((128, 4), (256, 4), (512, 4), (1024, 4), (512, 2), (1024, 8)):
+            for how in ({}, {"wants_mixes": False}, {"wants_codes": True, "wants_xq": False}):
+                if how and (columns, warps) != (512, 4):
+                    continue
+                name = f"finish rows={rows} columns={columns} w={warps} {' '.join(how)}"
+
+                def run(
+                    rows: int = rows, columns: int = columns, warps: int = warps, how: dict = how, name: str = name
+                ) -> None:
+                    own = subjects(rows, "none")
+                    done = [one.write_read() for one in own]
+                    timed(
+                        name,
+                        own[0].finish_bytes,
+                        [
+                            lambda one=one, d=d: one.finish(d.partial, d.h, columns=columns, num_warps=warps, **how)
+                            for one, d in zip(own, done, strict=True)
+                        ],
+                    )
+
+                if turn is None or rows == 1:
+                    guarded(name, run)
+
+
+def times_of_enter() -> None:
+    counters = new_counters(CUDA)
+    for form in ("plain", "experts"):
+        for rows in (1, 8, 16, 32, 48, 64, 256):
+            for columns in (32, 64):
+                for launches in (1, 2):
+                    tile = Tile(columns)
+                    if launches == 1 and not fits_one_launch(rows, HIDDEN, tile, CUDA):
+                        continue
+                    name = f"enter {form} rows={rows} S={columns} in {launches} launch(es)"
+
+                    def run(
+                        rows: int = rows,
+                        form: str = form,
+                        tile: Tile = tile,
+                        launches: int = launches,
+                        name: str = name,
+                    ) -> None:
+                        own = subjects(rows, form)
+                        with_counters = counters if launches == 1 else None
+                        timed(
+                            name,
+                            own[0].num_bytes + own[0].finish_bytes * (2 / 3),
+                            [lambda one=one: one.enter(with_counters, tile) for one in own],
+                        )
+
+                    if turn is None or rows == 1:
+                        guarded(name, run)
+
+
+def times_of_others() -> None:
+    for rows in (1, 8, 64, 256, 8192):
+
+        def run_query_key(rows: int = rows) -> None:
+            query_norm, key_norm = torch.rand(QUERY).bfloat16().to(CUDA), torch.rand(KEY).bfloat16().to(CUDA)
+            cos = sin = torch.rand(rows, ROPE // 2, device=CUDA)
+            ring = torch.empty(max(rows, 512), KEY + KEY // 32, dtype=torch.uint8, device=CUDA)
+            slots = torch.arange(rows, dtype=torch.int32, device=CUDA)
+            num_bytes = rows * (2 * (QUERY + KEY) + 4 * QUERY + 528)
+            own = [bf16(rows, QUERY + KEY) for _ in range(copies(num_bytes))]
+            timed(
+                f"query_key rows={rows}",
+                num_bytes,
+                [
+                    lambda p=p: query_key(p, query_norm, key_norm, NORM_EPS, cos, sin, ring=ring, ring_slot=slots)
+                    for p in own
+                ],
+            )
+            records = torch.empty(rows, KEY + KEY // 32, dtype=torch.uint8, device=CUDA)
+            timed(f"store_ring rows={rows}", rows * 1056, [lambda: store_ring(records, slots, ring)] * 20)
+
+        def run_head(rows: int = rows) -> None:
+            own = [Sublayer(rows, "none") for _ in range(4)]
+            timed(
+                f"collapse_head rows={rows}",
+                rows * HIDDEN * 10,
+                [lambda one=one: collapse_head(one.trunk, one.read, one.norm, NORM_EPS) for one in own],
+            )
+
+        def run_tables(rows: int = rows) -> None:
+            table, blocks, frequency = step_inputs(max(rows, 6))
+            num_bytes = rows * (128 * 4 + 6 * 32 * 4 + 9 * 4 + 32)
+            timed(f"step_tables rows={rows}", num_bytes, [lambda: tables_of(table, blocks, frequency, True)] * 20)
+
+        guarded(f"query_key {rows}", run_query_key)
+        guarded(f"step_tables {rows}", run_tables)
+        if rows <= 256:
+            guarded(f"collapse_head {rows}", run_head)
+
+
+PARTS = {
+    "check": checks,
+    "write": times_of_write,
+    "finish": times_of_finish,
+    "enter": times_of_enter,
+    "others": times_of_others,
+}
+
+
+def run_parts(names: list[str]) -> None:
+    torch.manual_seed(0)
+    for name in names:
+        PARTS[name]()
+
+
+def compile_share(number: int, names: list[str]) -> None:
+    """In a process of its own: launch every WORKERS-th case once, which leaves its kernel in Triton's cache."""
+    global turn
+    turn = (number, WORKERS)
+    run_parts(names)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json")
+    parser.add_argument("--only", default=",".join(PARTS))
+    arguments = parser.parse_args()
+    names, begin = arguments.only.split(","), time.time()
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=compile_share, args=(number, names)) for number in range(WORKERS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+        if worker.is_alive():
+            worker.kill()
+    print(f"compiled in {time.time() - begin:.1f} s", flush=True)
+    run_parts(names)
+    print(f"whole run {time.time() - begin:.1f} s", flush=True)
+    if arguments.json:
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        Path(arguments.json).write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
