@@ -1,8 +1,9 @@
-"""Dense products on a GPU: bits and errors against float64, then times over floor, then a search over geometries.
+"""Dense products on a GPU: bits and errors against float64, times over floor, a search over configurations.
 
-    python bench/gpu/check_dense.py [--json FILE] [--only check,times,search,bf16]
+    python bench/gpu/check_dense.py [--json FILE] [--only few,bf16,search_few,many,search_many]
 
-Times are medians of 5 replays of a CUDA graph whose launches rotate over more weights than L2 holds, per launch.
+Times are medians of 5 replays of a CUDA graph whose launches rotate over more weights than L2 holds, per launch. Each
+part runs in a process of its own, so that one that breaks the CUDA context does not take the others along.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import json
 import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -24,7 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from deepinfer.kernels import dense, dense_packing, nvrtc
+from deepinfer.kernels import dense, dense_packing, dense_skinny, dense_wgmma, nvrtc
 
 BYTES_PER_S, BF16_FLOPS = 4.2e12, 770e12
 ROTATION_BYTES = 240e6
@@ -49,8 +52,8 @@ COLD_US = {
     "down": 4.5,
 }
 BF16_SHAPES = {"compressor": (1024, 5120), "router": (384, 5120), "weights_proj": (32, 5120), "index wk": (128, 512)}
-G = dense.Geometry
-P = dense.Pipeline
+G = dense_skinny.Geometry
+P = dense_skinny.Pipeline
 results: list[dict] = []
 
 
@@ -87,7 +90,7 @@ def random_x(rows: int, k: int, integers: bool, seed: int = 1) -> Tensor:
 def exact_wide(codes: Tensor, scales: Tensor) -> Tensor:
     n, k = codes.shape
     factors = torch.exp2(scales.double() - 127).repeat_interleave(32, 0)[:n].repeat_interleave(32, 1)[:, :k]
-    return codes.view(torch.float8_e4m3fn).to(torch.float64) * factors
+    return codes.view(torch.float8_e4m3fn).float().double() * factors
 
 
 def exact_product(x: Tensor, wide: Tensor, groups: int) -> Tensor:
@@ -101,45 +104,56 @@ def report(name: str, ok: bool, detail: str = "") -> None:
     results.append({"case": name, "pass": ok, "detail": detail})
 
 
-def check(name: str, n: int, k: int, groups: int, all_rows: tuple[int, ...]) -> None:
+def check(name: str, n: int, k: int, groups: int, all_rows: tuple[int, ...], kind: str) -> None:
+    """Every output kind of one kernel (``skinny``, ``wgmma``) or of the whole (``default``) against float64."""
     from deepinfer.ops.number_formats import q8_round
 
     for integers in (True, False):
         codes, scales = random_fp8(n, k, integers)
         linear = dense.Fp8Linear(codes, scales, groups=groups)
+        kernel = {"skinny": linear._skinny, "wgmma": linear._wgmma, "default": linear}[kind]
+        if kernel is None:
+            return
         wide = exact_wide(codes, scales)
-        if integers:
+        if integers and kind == "default":
             report(f"{name} widen", torch.equal(linear.widen().double(), wide))
         bad, worst = [], 0.0
+
+        def product(x: Tensor, dtype: torch.dtype, quantize: bool, overlap: bool) -> Tensor:
+            out = torch.full((x.shape[0], n), torch.nan, dtype=dtype, device="cuda")
+            if kernel is linear:  # noqa: B023
+                return linear(x, out, quantize_output=quantize, overlap=overlap)  # noqa: B023
+            kernel(x, out, quantize, overlap)  # noqa: B023
+            return out
+
         for rows in all_rows:
             x = random_x(rows, groups * k, integers)
             expected = exact_product(x, wide, groups)
             magnitude = exact_product(x.abs(), wide.abs(), groups)
-            for options in ({}, {"overlap": True}, {"invariant": True}):
+            for overlap in (False, True):
                 for dtype in (torch.float32, torch.bfloat16):
-                    out = torch.full((rows, n), torch.nan, dtype=dtype, device="cuda")
-                    linear(x, out, **options)
+                    out = product(x, dtype, False, overlap)
+                    error = ((out.double() - expected).abs() / magnitude).max().item()
                     if integers:
                         ok = torch.equal(out, expected.to(dtype))
                     else:
-                        error = ((out.double() - expected).abs() / magnitude).max().item()
                         worst = max(worst, error if dtype == torch.float32 else 0.0)
                         ok = error < (2**-16 if dtype == torch.float32 else 2**-8)
                     if not ok:
-                        bad.append(f"rows {rows} {options} {str(dtype)[6:]}")
-                if groups > 1 or n % 32 == 0:
-                    out = linear(x, quantize_output=True, **options)
-                    rounded = q8_round(expected.bfloat16()).bfloat16()
-                    differ = (out != rounded).double().mean().item()
-                    if differ > (0 if integers else 0.01):
-                        bad.append(f"rows {rows} {options} q8 differ {differ:.4f}")
-        kind = "integers, bit-equal" if integers else f"random, worst fp32 error / magnitude {worst:.1e}"
-        report(f"{name} {kind}", not bad, f"{len(bad)} bad: " + "; ".join(bad[:6]) if bad else "")
-    x = random_x(256, groups * k, False)
-    whole = linear(x, invariant=True)
-    same = all(torch.equal(linear(x[:rows], invariant=True), whole[:rows]) for rows in (1, 7, 32, 100))
-    small = all(torch.equal(linear(x[:rows]), whole[:rows]) for rows in (1, 7, 16, 32))
-    report(f"{name} invariant", same, f"(the default up to 32 rows has the same bits: {small})")
+                        bad.append(f"rows {rows} overlap {overlap} {str(dtype)[6:]} {error:.1e}")
+                rounded = q8_round(expected.bfloat16()).bfloat16()
+                differ = (product(x, torch.bfloat16, True, overlap) != rounded).double().mean().item()
+                if differ > (0 if integers else 0.01):
+                    bad.append(f"rows {rows} overlap {overlap} q8 differ {differ:.4f}")
+        what = "integers bit-equal" if integers else f"random, fp32 error / magnitude {worst:.1e}"
+        report(f"{kind} {name}: {what}", not bad, f"{len(bad)} bad: " + "; ".join(bad[:6]) if bad else "")
+    if kind != "default":
+        x = random_x(256, groups * k, False)
+        whole = product(x, torch.bfloat16, False, False)
+        same = all(
+            torch.equal(product(x[:rows], torch.bfloat16, False, False), whole[:rows]) for rows in (1, 7, 17, 100)
+        )
+        report(f"{kind} {name}: a row's bits are the same in every batch", same)
 
 
 def time_us(launch: Callable[[int], None], num: int) -> float:
@@ -187,51 +201,53 @@ def floor_us(n: int, k: int, groups: int, rows: int, weight_bytes: float = 1.001
     return max(moved / BYTES_PER_S, 2 * n * k * rows / BF16_FLOPS) * 1e6
 
 
-def times(all_rows: tuple[int, ...]) -> None:
-    """The default path of :class:`dense.Fp8Linear`, and programmatic launch where it exists."""
-    sums: dict[int, list[float]] = {}
+def times(all_rows: tuple[int, ...], many: bool) -> None:
+    """Each path by rows; ``many``: wgmma against widening with cuBLAS, else the few-row kernel."""
+    sums: dict[int, dict[str, float]] = {}
     for name, (n, k, groups) in SHAPES.items():
         linears = []
         for packed, scales in packed_copies(n, k):
             linear = dense.Fp8Linear.__new__(dense.Fp8Linear)
             linear.num_outputs, linear.num_inputs, linear.groups, linear._stored = n, k, groups, None
-            linear._skinny = dense.SkinnyProduct(packed, scales, (n, k), groups)
+            linear._use_packed(packed, scales, None, None)
             linears.append(linear)
         for rows in all_rows:
             x = random_x(rows, groups * k, False)
             outs = [torch.empty(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-            num = len(linears) * (2 if rows <= 256 else 1)
-            num = num if rows <= 1024 else 2
-            row = {"shape": name, "rows": rows, "floor_us": floor_us(n, k, groups, rows)}
-
-            def launch(i: int, options: dict, x: Tensor = x, linears: list = linears, outs: list = outs) -> None:
-                linears[i % len(linears)](x, outs[i % 2], **options)
-
-            variants = {"default": {}, "overlap": {"overlap": True}, "invariant": {"invariant": True}}
-            for label, options in variants.items():
-                if label == "overlap" and rows > dense.MAX_SKINNY_ROWS:
-                    continue
-                if label == "invariant" and not dense.MAX_SKINNY_ROWS < rows <= 256:
-                    continue
-                row[label] = time_us(lambda i, options=options: launch(i, options), num)
-            if name in LAYER:
-                entry = sums.setdefault(rows, [0.0, 0.0, 0.0])
-                entry[0] += row["floor_us"]
-                entry[1] += row["default"]
-                entry[2] += row.get("overlap", row["default"])
+            paths: dict[str, Callable] = {
+                "few": lambda m, x, y: m._skinny(x, y, False, False),
+                "few overlapped": lambda m, x, y: m._skinny(x, y, False, True),
+            }
+            if many:
+                paths = {
+                    "wgmma": lambda m, x, y: m._wgmma(x, y, False, False),
+                    "wgmma overlapped": lambda m, x, y: m._wgmma(x, y, False, True),
+                    "widen + cuBLAS": lambda m, x, y: m._many_rows(x, y, False),
+                }
+                if rows <= 64:
+                    paths["few"] = lambda m, x, y: m._skinny(x, y, False, False)
+            num = 2 * len(linears) if rows <= 256 else len(linears) if rows <= 1024 else 2
+            row = {"shape": name, "rows": rows, "floor": floor_us(n, k, groups, rows)}
+            for label, path in paths.items():
+                try:
+                    row[label] = time_us(
+                        lambda i, path=path, x=x, outs=outs, all=linears: path(all[i % len(all)], x, outs[i % 2]), num
+                    )
+                except Exception as error:
+                    print(f"FAIL {name} rows {rows} {label}: {str(error)[:200]}")
+            shown = "  ".join(f"{key} {row[key]:.2f}" for key in ("floor", *paths) if key in row)
+            print(f"{name:11} rows {rows:5} cold read {COLD_US[name]:5.1f} | {shown} us", flush=True)
             results.append(row)
-            shown = "  ".join(f"{key} {row[key]:7.2f}" for key in variants if key in row)
-            print(
-                f"{name:11} rows {rows:5} floor {row['floor_us']:7.2f} cold {COLD_US[name]:5.1f} | {shown} us",
-                flush=True,
-            )
-        del linears
-    for rows, (floor, default, overlap) in sums.items():
-        print(f"layer sum    rows {rows:5} floor {floor:7.2f} | default {default:7.2f} overlap {overlap:7.2f} us")
-        results.append({"sum_rows": rows, "floor_us": floor, "default_us": default, "overlap_us": overlap})
+            if name in LAYER:
+                entry = sums.setdefault(rows, {})
+                for key in ("floor", *paths):
+                    entry[key] = entry.get(key, 0.0) + row.get(key, float("nan"))
+    for rows, entry in sums.items():
+        print(f"layer       rows {rows:5} | " + "  ".join(f"{key} {value:.1f}" for key, value in entry.items()) + " us")
+        results.append({"layer": rows, **entry})
 
 
-def candidates(n: int, k: int, groups: int) -> list[dense.Geometry]:
+def candidates(n: int, k: int, groups: int) -> list[dense_skinny.Geometry]:
     """Geometries worth a try: 100 to 1400 CTAs, two to ten chunks per warp and pass."""
     found = []
     chunks, blocks = -(-k // 64), n // 32
@@ -245,7 +261,7 @@ def candidates(n: int, k: int, groups: int) -> list[dense.Geometry]:
     return found
 
 
-def ctas_for(geometry: dense.Geometry, registers: int) -> int:
+def ctas_for(geometry: dense_skinny.Geometry, registers: int) -> int:
     return max(1, min(2048 // geometry.threads, 65536 // (registers * geometry.threads)))
 
 
@@ -259,9 +275,9 @@ def search_shape(name: str, n: int, k: int, groups: int, rows_list: tuple[int, .
     for rows in rows_list:
         x, out = random_x(rows, groups * k, False), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
 
-        def measure(geometry: dense.Geometry, pipeline: dense.Pipeline, overlap: bool = False) -> float:
+        def measure(geometry: dense_skinny.Geometry, pipeline: dense_skinny.Pipeline, overlap: bool = False) -> float:
             try:
-                products = [dense.SkinnyProduct(*copy, (n, k), groups, geometry, (pipeline,)) for copy in copies]
+                products = [dense_skinny.SkinnyProduct(*copy, (n, k), groups, geometry, (pipeline,)) for copy in copies]
                 num = len(products) * 2
                 return time_us(lambda i: products[i % len(products)](x, out, False, overlap), num)  # noqa: B023
             except (nvrtc.KernelError, AssertionError):
@@ -274,12 +290,12 @@ def search_shape(name: str, n: int, k: int, groups: int, rows_list: tuple[int, .
         table.sort(key=lambda entry: entry[0])
         best = table[0]
         pipelines = [P(best[2].row_tiles, d, ctas_for(best[1], r), hint) for d, r, hint in search_steps(rows)]
-        product = dense.SkinnyProduct(*copies[0], (n, k), groups, best[1], pipelines)
+        product = dense_skinny.SkinnyProduct(*copies[0], (n, k), groups, best[1], pipelines)
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(compile_one, [product.defines(p, False, False, False) for p in pipelines]))
+            list(pool.map(compile_one, [("dense_skinny", product.defines(p, False, False)) for p in pipelines]))
         tuned = [(measure(best[1], pipeline), best[1], pipeline) for pipeline in pipelines]
         overlapped = measure(best[1], best[2], True)
-        default = dense.choose_geometry(n // 32, -(-k // 64), n // 32 // groups, 24)
+        default = dense_skinny.choose_geometry(n // 32, -(-k // 64), n // 32 // groups, 24)
         at_default = [t for t, g, _ in table if g == default]
         print(f"search {name} rows {rows}: default {default} {at_default} best overlapped {overlapped:.2f}")
         for t, g, p in table[:5] + sorted(tuned, key=lambda entry: entry[0])[:4]:
@@ -290,7 +306,7 @@ def search_shape(name: str, n: int, k: int, groups: int, rows_list: tuple[int, .
             results.append({"search": name, "rows": rows, "us": t, "geometry": str(g), "pipeline": str(p)})
 
 
-def search_pipeline(geometry: dense.Geometry, rows: int) -> dense.Pipeline:
+def search_pipeline(geometry: dense_skinny.Geometry, rows: int) -> dense_skinny.Pipeline:
     tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
     return P(tiles, 4 if tiles < 4 else 3, ctas_for(geometry, 128 if tiles < 4 else 168))
 
@@ -314,7 +330,7 @@ def bf16_times() -> None:
             report(f"bf16 {name} {str(dtype)[6:]}", not bad, str(bad[:4]) if bad else "")
         copies = packed_copies(n, k, fp8=False)
         plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in copies]
-        products = [dense.SkinnyProduct(packed, None, (n, k)) for packed, _ in copies]
+        products = [dense_skinny.SkinnyProduct(packed, None, (n, k)) for packed, _ in copies]
         for rows in (1, 8, 16, 32, 64):
             x, out = random_x(rows, k, False), torch.empty(rows, n, dtype=torch.float32, device="cuda")
             num = 2 * len(copies)
@@ -328,9 +344,62 @@ def bf16_times() -> None:
             print("bf16 " + "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v}" for k, v in row.items()))
 
 
-def compile_one(defines: dict[str, int]) -> str:
+def wgmma_tiles(rows: int) -> list[dense_wgmma.Tile]:
+    """Tiles worth a try for a number of rows."""
+    T = dense_wgmma.Tile  # noqa: N806
+    return {
+        1: [T(16, 2, 1, 8, 2), T(16, 2, 1, 5, 4), T(16, 2, 2, 5, 2)],
+        16: [T(16, 2, 1, 8, 2), T(16, 2, 1, 5, 4), T(16, 2, 2, 5, 2)],
+        32: [T(32, 2, 1, 8, 2), T(32, 2, 1, 4, 3), T(32, 2, 2, 5, 2)],
+        64: [T(64, 2, 1, 6, 2), T(64, 2, 1, 4, 2), T(64, 2, 1, 8, 1), T(64, 2, 2, 8, 1)],
+        128: [T(128, 2, 1, 8, 1), T(128, 2, 1, 4, 2), T(128, 2, 2, 6, 1), T(64, 2, 2, 8, 1)],
+        256: [T(256, 2, 1, 5, 1), T(128, 2, 2, 6, 1), T(128, 2, 1, 4, 2)],
+    }[rows]
+
+
+SEARCH_ROWS = (1, 16, 32, 64, 128, 256)
+
+
+def wgmma_clusters(n: int, k: int) -> list[int]:
+    tiles, chunks = n // 128, -(-k // 64)
+    return [c for c in (1, 2, 3, 4, 6, 8) if 100 <= tiles * c <= 330 and chunks / c >= 4]
+
+
+def search_many() -> None:
+    for name, (n, k, groups) in SHAPES.items():
+        copies = packed_copies(n, k)
+        for rows in SEARCH_ROWS:
+            x, out = random_x(rows, groups * k, False), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+            table = []
+            for cluster in wgmma_clusters(n, k):
+                for tile in wgmma_tiles(rows):
+                    try:
+                        products = [dense_wgmma.WgmmaProduct(*c, (n, k), groups, cluster, (tile,)) for c in copies]
+                        if not products[0].tiles:
+                            continue
+                        us = time_us(
+                            lambda i, all=products, x=x, y=out: all[i % len(all)](x, y, False, False), 2 * len(copies)
+                        )
+                    except nvrtc.KernelError as error:
+                        print(f"FAIL {name} {cluster} {tile}: {str(error)[:150]}")
+                        continue
+                    table.append((us, cluster, tile))
+                    results.append({"search": name, "rows": rows, "us": us, "cluster": cluster, "tile": str(tile)})
+            table.sort(key=lambda entry: entry[0])
+            default = dense_wgmma.choose_cluster(n, -(-k // 64))
+            print(
+                f"search wgmma {name} rows {rows}: default cluster {default}, floor {floor_us(n, k, groups, rows):.2f}"
+            )
+            for us, cluster, t in table[:4]:
+                print(
+                    f"    {us:6.2f} us  cluster {cluster} {t.weight_rows} x {t.rows} {t.stages} stages {t.min_ctas}/SM"
+                )
+            sys.stdout.flush()
+
+
+def compile_one(job: tuple[str, dict[str, int]]) -> str:
     try:
-        nvrtc.compile_cubin("dense_skinny.cu", defines, "sm_90a")
+        nvrtc.compile_cubin(job[0] + ".cu", job[1], "sm_90a")
         return ""
     except Exception as error:
         return str(error)[:400]
@@ -338,38 +407,53 @@ def compile_one(defines: dict[str, int]) -> str:
 
 def compile_ahead(parts: set[str]) -> None:
     """Everything that will be launched, on all cores, before CUDA is touched."""
-    jobs: list[dict[str, int]] = []
+    jobs: list[tuple[str, dict[str, int]]] = []
+    every, plain = ((False, False), (False, True), (True, False)), ((False, False),)
 
-    def add(shape: tuple, geometry: dense.Geometry | None, pipelines: tuple, outputs: tuple, overlaps: tuple) -> None:
+    def few(shape: tuple, geometry: dense_skinny.Geometry | None, pipelines: tuple, outputs: tuple) -> None:
         n, k, groups, fp8 = shape
         packed = torch.empty(-(-n // 32), -(-k // (64 if fp8 else 32)), 1)
-        product = dense.SkinnyProduct(packed, packed if fp8 else None, (n, k), groups, geometry, pipelines)
-        for pipeline in product.pipelines:
-            jobs.extend(product.defines(pipeline, *output, overlap) for output in outputs for overlap in overlaps)
+        product = dense_skinny.SkinnyProduct(packed, packed if fp8 else None, (n, k), groups, geometry, pipelines)
+        for p in product.pipelines:
+            jobs.extend(("dense_skinny", product.defines(p, *output)) for output in outputs)
 
-    if "check" in parts:
-        every = ((False, False), (False, True), (True, False))
-        for n, k, groups in [*CHECKED.values()]:
-            add((n, k, groups, True), None, dense.PIPELINES, every, (False, True))
-    if "times" in parts:
-        for n, k, groups in SHAPES.values():
-            add((n, k, groups, True), None, dense.PIPELINES, ((False, False),), (False, True))
-    if "search" in parts:
-        for n, k, groups in SHAPES.values():
-            for geometry in candidates(n, k, groups):
+    def many(shape: tuple, cluster: int | None, tiles: tuple, outputs: tuple) -> None:
+        n, k, groups = shape
+        packed = torch.empty(-(-n // 32), -(-k // 64), 1)
+        if dense_wgmma.WgmmaProduct.accepts((n, k), groups):
+            product = dense_wgmma.WgmmaProduct(packed, packed, (n, k), groups, cluster, tiles)
+            for t in product.tiles:
+                jobs.extend(("dense_wgmma", product.defines(t, *output)) for output in outputs)
+
+    if "few" in parts:
+        for shape in CHECKED.values():
+            few((*shape, True), None, dense_skinny.PIPELINES, every)
+        for shape in SHAPES.values():
+            few((*shape, True), None, dense_skinny.PIPELINES, plain)
+    if "many" in parts:
+        for shape in CHECKED.values():
+            many(shape, None, dense_wgmma.TILES, every)
+        for shape in SHAPES.values():
+            many(shape, None, dense_wgmma.TILES, plain)
+    if "search_few" in parts:
+        for shape in SHAPES.values():
+            for geometry in candidates(*shape):
                 for rows in (1, 16):
-                    pipeline = search_pipeline(geometry, rows)
-                    add((n, k, groups, True), geometry, (pipeline,), ((False, False),), (False,))
+                    few((*shape, True), geometry, (search_pipeline(geometry, rows),), plain)
+    if "search_many" in parts:
+        for shape in SHAPES.values():
+            for cluster in wgmma_clusters(*shape[:2]):
+                for rows in SEARCH_ROWS:
+                    many(shape, cluster, tuple(wgmma_tiles(rows)), plain)
     if "bf16" in parts:
         for n, k in BF16_SHAPES.values():
-            add((n, k, 1, False), None, dense.PIPELINES, ((False, False), (True, False)), (False, True))
-    unique = list({tuple(sorted(job.items())): job for job in jobs}.values())
+            few((n, k, 1, False), None, dense_skinny.PIPELINES, (plain[0], (True, False)))
+    unique = list({(name, *sorted(job.items())): (name, job) for name, job in jobs}.values())
     start = time.perf_counter()
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
         failures = [text for text in pool.map(compile_one, unique, chunksize=2) if text]
-    print(
-        f"compiled {len(unique)} kernels in {time.perf_counter() - start:.1f} s, {len(failures)} failed", *failures[:3]
-    )
+    print(f"compiled {len(unique)} kernels in {time.perf_counter() - start:.1f} s, {len(failures)} failed", flush=True)
+    print(*failures[:3])
 
 
 CHECKED = {
@@ -384,27 +468,57 @@ CHECKED = {
 }
 
 
+def check_all(kinds: tuple[str, ...], small_rows: tuple[int, ...], large_rows: tuple[int, ...]) -> None:
+    for kind in kinds:
+        for name, (n, k, groups) in CHECKED.items():
+            rows = small_rows if n * k < 10_000_000 else large_rows
+            guarded(f"{kind} {name}", lambda: check(name, n, k, groups, rows, kind))  # noqa: B023
+
+
+def run_part(part: str) -> None:
+    print(f"== {part}: {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    if part == "few":
+        check_all(("skinny",), (1, 3, 8, 9, 16, 17, 32, 33, 64, 70), (1, 8, 16, 30, 70))
+        guarded("times", lambda: times((1, 8, 16, 32), many=False))
+    elif part == "bf16":
+        guarded("bf16", bf16_times)
+    elif part == "search_few":
+        guarded("search", search)
+    elif part == "many":
+        check_all(("wgmma", "default"), (1, 17, 33, 64, 70, 129, 256, 300), (1, 33, 70, 256))
+        guarded("times", lambda: times((16, 32, 64, 128, 256, 512, 1024, 8192), many=True))
+    elif part == "search_many":
+        guarded("search", search_many)
+
+
+PARTS = ("few", "bf16", "many", "search_few", "search_many")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="check,times,search,bf16")
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    parts = set(arguments.only.split(","))
-    guarded("compile ahead", lambda: compile_ahead(parts))
-    print(torch.cuda.get_device_name(), torch.__version__)
-    if "check" in parts:
-        for name, (n, k, groups) in CHECKED.items():
-            small = n * k < 10_000_000
-            rows = (1, 3, 8, 9, 16, 17, 32, 33, 64, 70, 256) if small else (1, 8, 16, 30, 70)
-            guarded(f"check {name}", lambda: check(name, n, k, groups, rows))  # noqa: B023
-    if "times" in parts:
-        guarded("times", lambda: times((1, 8, 16, 32, 64, 128, 256, 8192)))
-    if "bf16" in parts:
-        guarded("bf16", bf16_times)
-    if "search" in parts:
-        guarded("search", search)
+    if arguments.part:
+        run_part(arguments.part)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results))
+        return
+    wanted = [part for part in PARTS if part in arguments.only.split(",")]
+    guarded("compile ahead", lambda: compile_ahead(set(wanted)))
+    everything = []
+    for part in wanted:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            try:
+                command = [sys.executable, __file__, "--part", part, "--json", file.name]
+                status = subprocess.run(command, timeout=90).returncode
+                print(f"== {part} ended with {status}", flush=True)
+                everything += json.loads(Path(file.name).read_text() or "[]")
+            except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
+                print(f"FAIL {part}: {error}", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+        arguments.json.write_text(json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,147 +4,31 @@ Meaning: :func:`deepinfer.ops.linear.linear` and ``grouped_linear`` for inputs t
 times powers of two and rounded activations are exact in bf16, so every path multiplies exact values on bf16 tensor
 cores, sums in float32 and rounds once.
 
-- up to ``MAX_SKINNY_ROWS``: CUDA C++ that reads the packed weights once (``dense_skinny.cu``);
+- up to ``MAX_SKINNY_ROWS``: reads the packed weights once, activations in registers and shared memory
+  (``dense_skinny.cu``);
+- up to ``MAX_WGMMA_ROWS``: decodes the weights on the way into ``wgmma`` (``dense_wgmma.cu``);
 - more: FP8 weights are widened into a scratch matrix and multiplied by cuBLAS;
 - other devices and the interpreter: Triton.
 
-A row's result depends on the path and not on the other rows. With ``invariant`` the path is the same for every number
-of rows: the few-row kernel, in passes.
+In the first two and in Triton a row's result does not depend on the other rows, nor on their number while the path is
+the same. cuBLAS may choose its order by the number of rows. With ``invariant`` the path is the same for every number
+of rows: ``wgmma`` where it takes the shape, the few-row kernel (in passes) elsewhere.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deepinfer.kernels import dense_packing, dense_triton, nvrtc
+from deepinfer.kernels.dense_skinny import Geometry, SkinnyProduct
+from deepinfer.kernels.dense_wgmma import WgmmaProduct
 
 MAX_SKINNY_ROWS = 32
-"""Most rows that go to the few-row kernel by default: above it is no longer bound by reading the weights."""
-_MAX_SHARED_BYTES = 227 * 1024
-_NUM_SMS = 132
-_MAX_SLICE = 1536
-"""Most columns of one CTA: 8 activation rows take 24 KB of shared memory, so several CTAs fit an SM."""
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """How the few-row kernel cuts a weight. Depends on the shape alone: it fixes the order of summation."""
-
-    row_warps: int
-    """Warps along the weight rows, 32 rows each."""
-    k_warps: int
-    """Warps along the columns within a CTA."""
-    cluster: int
-    """CTAs along the columns."""
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.row_warps * self.k_warps
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """What may differ by the number of rows without changing a result."""
-
-    row_tiles: int
-    """Tiles of 8 activation rows per pass."""
-    depth: int
-    """Packed blocks that each warp has in flight."""
-    min_ctas: int
-    """CTAs per SM that the compiler leaves registers for."""
-    load_hint: int = 0
-    """0: no hint; 1: prefetch 256 bytes into L2; 2: evict first."""
-
-
-PIPELINES = (Pipeline(1, 4, 4), Pipeline(2, 4, 4), Pipeline(4, 3, 3), Pipeline(8, 2, 2))
-
-
-def choose_geometry(block_rows: int, chunks: int, group_block_rows: int, max_chunks: int) -> Geometry:
-    """Enough CTAs to cover the GPU twice, at least four chunks for each, and an input slice that fits shared memory.
-
-    Args:
-        block_rows: rows of 32 weight rows.
-        chunks: packed blocks along the columns.
-        group_block_rows: block rows that share an input.
-        max_chunks: most chunks per CTA.
-    """
-    row_warps = 2 if group_block_rows % 2 == 0 and block_rows >= 2 * _NUM_SMS // 8 else 1
-    tiles = -(-block_rows // row_warps)
-    cluster = 1
-    while cluster < 8 and (chunks > max_chunks * cluster or (tiles * cluster < 2 * _NUM_SMS and chunks >= 8 * cluster)):
-        cluster *= 2
-    num_ctas = tiles * cluster
-    k_warps = 2 if num_ctas >= 2 * _NUM_SMS or row_warps == 2 else 4
-    return Geometry(row_warps, k_warps, cluster)
-
-
-class SkinnyProduct:
-    """The few-row kernel for one packed weight.
-
-    Args:
-        packed: ``[block rows, chunks, ...]`` of :mod:`deepinfer.kernels.dense_packing`.
-        scales: packed scales of FP8 weights, None for bf16.
-        shape: rows and columns of the weight that exist.
-        pipelines: by rising number of rows.
-    """
-
-    def __init__(
-        self,
-        packed: Tensor,
-        scales: Tensor | None,
-        shape: tuple[int, int],
-        groups: int = 1,
-        geometry: Geometry | None = None,
-        pipelines: Sequence[Pipeline] = PIPELINES,
-    ) -> None:
-        self.packed, self.scales = packed, scales
-        self.rows_out, self.columns = shape
-        self.groups = groups
-        self.chunks = packed.shape[1]
-        self.block_k = dense_packing.FP8_COLUMNS if scales is not None else dense_packing.BF16_COLUMNS
-        group_block_rows = packed.shape[0] // groups
-        self.geometry = geometry or choose_geometry(
-            packed.shape[0], self.chunks, group_block_rows, 1280 // self.block_k
-        )
-        self.pipelines = [p for p in pipelines if self.shared_bytes(p) <= _MAX_SHARED_BYTES]
-        assert self.pipelines, f"{shape}: the input slice of a CTA does not fit shared memory with {self.geometry}"
-
-    def shared_bytes(self, pipeline: Pipeline) -> int:
-        g, rows = self.geometry, 8 * pipeline.row_tiles
-        units = -(-rows * g.row_warps // g.cluster)
-        max_chunks = -(-self.chunks // g.cluster)
-        return g.cluster * g.k_warps * units * 128 + rows * (max_chunks * self.block_k * 2 + 16)
-
-    def defines(self, pipeline: Pipeline, float32: bool, quantize: bool, overlap: bool) -> dict[str, int]:
-        """Compile-time constants of ``dense_skinny.cu``."""
-        g, padded = self.geometry, 32 * self.packed.shape[0]
-        return {
-            "N": padded, "OUT_N": self.rows_out, "K": self.columns, "GROUP_N": padded // self.groups,
-            "WM": g.row_warps, "WK": g.k_warps, "CLUSTER": g.cluster,
-            "NT": pipeline.row_tiles, "DEPTH": pipeline.depth, "MIN_CTAS": pipeline.min_ctas,
-            "LOAD_HINT": pipeline.load_hint, "FP8": int(self.scales is not None),
-            "OUT_F32": int(float32), "QUANTIZE": int(quantize), "PDL": int(overlap),
-        }  # fmt: skip
-
-    def kernel(self, pipeline: Pipeline, float32: bool, quantize: bool, overlap: bool) -> nvrtc.Kernel:
-        defines, shared = self.defines(pipeline, float32, quantize, overlap), self.shared_bytes(pipeline)
-        return nvrtc.load_kernel("dense_skinny.cu", "dense_skinny", defines, self.packed.device, shared_bytes=shared)
-
-    def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool) -> None:
-        rows, g = x.shape[0], self.geometry
-        pipeline = next((p for p in self.pipelines if rows <= 8 * p.row_tiles), self.pipelines[-1])
-        tiles = -(-self.packed.shape[0] // g.row_warps)
-        grid = (tiles * g.cluster, -(-rows // (8 * pipeline.row_tiles)), 1)
-        scales = self.packed if self.scales is None else self.scales
-        arguments = (self.packed, scales, x, out, rows, nvrtc.int64(x.stride(0)))
-        self.kernel(pipeline, out.dtype == torch.float32, quantize, overlap).launch(
-            grid, g.threads, arguments, shared_bytes=self.shared_bytes(pipeline), cluster=g.cluster, overlap=overlap
-        )
+MAX_WGMMA_ROWS = 512
 
 
 def stack_fp8(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -161,21 +45,35 @@ class Fp8Linear:
             each other, and group ``g`` multiplies the ``g``-th part of the input.
         scales: ``[ceil(N / 32), ceil(K / 32)]`` uint8, one ue8m0 byte per 32x32 tile.
         groups: 1, or the output groups of ``wo_a``; ``N / groups`` is a multiple of 32.
-        geometry: of the few-row kernel, default by shape.
+        geometry, cluster: how the few-row and the wgmma kernel split the columns, default by shape.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, *, groups: int = 1, geometry: Geometry | None = None) -> None:
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        *,
+        groups: int = 1,
+        geometry: Geometry | None = None,
+        cluster: int | None = None,
+    ) -> None:
         self.num_outputs, self.num_inputs = codes.shape
         self.groups = groups
         assert groups == 1 or self.num_outputs % (32 * groups) == 0, (codes.shape, groups)
         codes, scales = codes.view(torch.uint8).contiguous(), scales.view(torch.uint8).contiguous()
         self._skinny: SkinnyProduct | None = None
+        self._wgmma: WgmmaProduct | None = None
         self._stored: tuple[Tensor, Tensor] | None = None
         if nvrtc.is_available(codes.device) and int(scales.max()) <= dense_packing.MAX_SCALE_BYTE:
-            packed, words = dense_packing.pack_fp8(codes), dense_packing.pack_scales(scales)
-            self._skinny = SkinnyProduct(packed, words, (self.num_outputs, self.num_inputs), groups, geometry)
+            self._use_packed(dense_packing.pack_fp8(codes), dense_packing.pack_scales(scales), geometry, cluster)
         else:
             self._stored = codes, scales
+
+    def _use_packed(self, packed: Tensor, words: Tensor, geometry: Geometry | None, cluster: int | None) -> None:
+        shape = self.num_outputs, self.num_inputs
+        self._skinny = SkinnyProduct(packed, words, shape, self.groups, geometry)
+        if WgmmaProduct.accepts(shape, self.groups):
+            self._wgmma = WgmmaProduct(packed, words, shape, self.groups, cluster)
 
     @property
     def num_bytes(self) -> int:
@@ -214,8 +112,11 @@ class Fp8Linear:
             return out
         if self._stored is not None:
             dense_triton.product(x, *self._stored, out, self.groups, quantize_output)
+            return out
+        assert self._skinny is not None
+        if self._wgmma is not None and (invariant or MAX_SKINNY_ROWS < rows <= MAX_WGMMA_ROWS):
+            self._wgmma(x, out, quantize_output, overlap)
         elif rows <= MAX_SKINNY_ROWS or invariant:
-            assert self._skinny is not None
             self._skinny(x, out, quantize_output, overlap)
         else:
             self._many_rows(x, out, quantize_output)
@@ -249,8 +150,9 @@ class Fp8Linear:
         """Compile and load what :meth:`forward` may launch, ahead of graph capture."""
         if self._skinny is not None:
             for pipeline in self._skinny.pipelines:
-                for overlap in (False, True):
-                    self._skinny.kernel(pipeline, dtype == torch.float32, quantize_output, overlap)
+                self._skinny.kernel(pipeline, dtype == torch.float32, quantize_output)
+            for tile in self._wgmma.tiles if self._wgmma else ():
+                self._wgmma.kernel(tile, dtype == torch.float32, quantize_output)  # type: ignore[union-attr]
             nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", {"K": self.num_inputs}, self._skinny.packed.device)
 
 
@@ -261,8 +163,16 @@ class GroupedFp8Linear(Fp8Linear):
         codes: ``[groups * n, K]`` as stored.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, groups: int, *, geometry: Geometry | None = None) -> None:
-        super().__init__(codes, scales, groups=groups, geometry=geometry)
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        groups: int,
+        *,
+        geometry: Geometry | None = None,
+        cluster: int | None = None,
+    ) -> None:
+        super().__init__(codes, scales, groups=groups, geometry=geometry, cluster=cluster)
 
 
 class Bf16Linear:

@@ -112,6 +112,38 @@ def _as_ctypes(argument: Any) -> Any:
     return argument
 
 
+class TensorMap(ctypes.Structure):  # CUtensorMap; its creation demands 64-byte alignment
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_map(address: int, rows: int, columns: int, stride_bytes: int, box_rows: int, box_columns: int) -> TensorMap:
+    room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 63)
+    tensor_map = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)
+    size = (ctypes.c_uint64 * 2)(columns, rows)
+    strides = (ctypes.c_uint64 * 1)(stride_bytes)
+    box, steps = (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    bf16, no_interleave, swizzle_128, promote_128, fill_zero = 9, 0, 3, 2, 0
+    result = _driver().cuTensorMapEncodeTiled(
+        ctypes.byref(tensor_map), bf16, 2, ctypes.c_void_p(address), size, strides, box, steps,
+        no_interleave, swizzle_128, promote_128, fill_zero,
+    )  # fmt: skip
+    _check(result, f"describe a [{rows}, {columns}] operand to the tensor copy engine")
+    return tensor_map
+
+
+def tensor_map(x: Tensor, box_rows: int, box_columns: int) -> TensorMap:
+    """How the tensor copy engine finds boxes of a bf16 matrix, with the 128-byte swizzle and zeros outside.
+
+    Args:
+        x: ``[rows, columns]``, dense columns, rows and start aligned to 16 bytes.
+        box_columns: 64, the width of the swizzle.
+    """
+    rows, columns = x.shape
+    stride = x.stride(0) if rows > 1 else columns  # the stride of a single row may be anything
+    return _tensor_map(x.data_ptr(), rows, columns, stride * 2, box_rows, box_columns)
+
+
 def is_available(device: torch.device) -> bool:
     """Whether kernels can be compiled for and run on ``device``: a Hopper GPU, the driver and NVRTC."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:

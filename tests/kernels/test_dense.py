@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.checkpoint import codecs
-from deepinfer.kernels import dense, dense_packing, dense_triton, nvrtc
+from deepinfer.kernels import dense, dense_packing, dense_skinny, dense_triton, dense_wgmma, nvrtc
 from deepinfer.ops import number_formats as nf
 
 SHAPES = [(64, 96), (128, 256), (160, 64), (96, 320)]
@@ -198,10 +198,10 @@ RELEASED = {
 def test_geometry_covers_every_block_once_and_fits(name):
     n, k, groups = RELEASED[name]
     chunks, blocks = -(-k // 64), n // 32
-    g = dense.choose_geometry(blocks, chunks, blocks // groups, 24)
+    g = dense_skinny.choose_geometry(blocks, chunks, blocks // groups, 24)
     assert blocks // groups % g.row_warps == 0 or groups == 1
     assert 128 <= -(-blocks // g.row_warps) * g.cluster <= 2048, g
-    covered = []
+    covered: list[int] = []
     for rank in range(g.cluster):
         first, end = rank * chunks // g.cluster, (rank + 1) * chunks // g.cluster
         for warp in range(g.k_warps):
@@ -218,11 +218,33 @@ def compiler_is_here() -> bool:
 
 
 @pytest.mark.skipif(not compiler_is_here(), reason="NVRTC is not installed")
-@pytest.mark.parametrize("changes", [{}, {"FP8": 0}, {"OUT_F32": 1}, {"CLUSTER": 1, "PDL": 1}])
+@pytest.mark.parametrize("changes", [{}, {"FP8": 0}, {"OUT_F32": 1}, {"CLUSTER": 1}])
 def test_cuda_source_compiles(changes, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "_cache_directory", tmp_path)
     defines = {
         "N": 64, "OUT_N": 64, "K": 256, "WM": 2, "WK": 2, "CLUSTER": 2, "NT": 1, "DEPTH": 2, "MIN_CTAS": 4,
-        "LOAD_HINT": 0, "FP8": 1, "GROUP_N": 64, "OUT_F32": 0, "QUANTIZE": 0, "PDL": 0,
+        "LOAD_HINT": 0, "FP8": 1, "GROUP_N": 64, "OUT_F32": 0, "QUANTIZE": 0,
     }  # fmt: skip
     assert nvrtc.compile_cubin("dense_skinny.cu", defines | changes, "sm_90a").startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_clusters_fill_the_gpu_and_tiles_fit(name):
+    n, k, groups = RELEASED[name]
+    assert dense_wgmma.WgmmaProduct.accepts((n, k), groups)
+    packed = torch.empty(n // 32, -(-k // 64), 1)
+    product = dense_wgmma.WgmmaProduct(packed, packed, (n, k), groups)
+    assert product.tiles == list(dense_wgmma.TILES)
+    assert 110 <= n // 128 * product.cluster <= 264 or product.cluster == 1
+    for tile in product.tiles:
+        assert product.shared_bytes(tile) * tile.min_ctas <= 227 * 1024, tile
+        assert n // groups % tile.weight_rows == 0
+
+
+@pytest.mark.skipif(not compiler_is_here(), reason="NVRTC is not installed")
+@pytest.mark.parametrize("tile", [dense_wgmma.TILES[0], dense_wgmma.TILES[-1]])
+def test_wgmma_source_compiles(tile, tmp_path, monkeypatch):
+    monkeypatch.setattr(nvrtc, "_cache_directory", tmp_path)
+    packed = torch.empty(8, 12, 1)
+    product = dense_wgmma.WgmmaProduct(packed, packed, (256, 768), 1, 3)
+    assert nvrtc.compile_cubin("dense_wgmma.cu", product.defines(tile, False, True), "sm_90a")

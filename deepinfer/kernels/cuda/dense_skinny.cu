@@ -186,10 +186,8 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
     lane_scales[i] = i * 32 + lane < warp_count ? __ldg(scales + at + i * 32 + lane) : 0;
 #endif
 
-#if PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
-#endif
   const u16* x_group = x + (tile * 32 * WM / GROUP_N) * (long long)K + first * BLOCK_K;
   const int columns = min(count * BLOCK_K, K - first * BLOCK_K);
   const int pieces = count * (BLOCK_K / 8);
