@@ -37,7 +37,8 @@ typedef unsigned long long u64;
 #define AT_QUERY 0
 #define AT_KEYS TILE_BYTES
 #define AT_WEIGHTS (3 * TILE_BYTES)
-#define AT_SMALL (AT_WEIGHTS + (SPLIT_WEIGHTS ? 2 : 1) * COLUMN_BYTES)
+#define WEIGHT_PARTS (1 + SPLIT_WEIGHTS)
+#define AT_SMALL (AT_WEIGHTS + WEIGHT_PARTS * COLUMN_BYTES)
 
 static_assert(H <= M_ROWS && ROPE % 8 == 0 && ROPE <= D / 2, "shape");
 
@@ -151,7 +152,7 @@ __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// Wait for all matrix instructions of the warpgroup; the accumulators may be read afterwards.
+// Wait for all matrix instructions of the warpgroup; then `d` may be read.
 __device__ __forceinline__ void mma_wait(float (&d)[32]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : F16(d, 0), F16(d, 16) :: "memory");
 }
@@ -517,13 +518,71 @@ __device__ __forceinline__ void combine(const Arguments& a, const u8* shared, in
 
 // ---------------------------------------------------------------- consumers
 
-__device__ __forceinline__ bool nothing_seen(const uint4& seen) { return (seen.x | seen.y | seen.z | seen.w) == 0; }
-
 __device__ __forceinline__ void rescale(float (&sums)[128], float first, float second) {
   if (__any_sync(~0u, first != 1.0f || second != 1.0f)) {
 #pragma unroll
     for (int i = 0; i < 128; i += 4) sums[i] *= first, sums[i + 1] *= first, sums[i + 2] *= second, sums[i + 3] *= second;
   }
+}
+
+__device__ __forceinline__ void hide_unseen(float (&logits)[32], const uint4& seen, int quad) {
+  if ((seen.x & seen.y & seen.z & seen.w) == ~0u) return;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {  // key 8 (i / 4) + 2 quad + i % 2
+    const u32 bits = word_of(seen, i / 8) >> (16 * ((i / 4) % 2) + 4 * quad);
+    if (!(bits >> (2 * (i % 2)) & 1)) logits[i] = __int_as_float(0xFF800000);
+  }
+}
+
+// Logits of two heads -> weights as bf16 pairs (tile t of 8 keys, head r at 2 t + r: the order of the matrix operand).
+// `total` counts this thread's columns only; `shrink` is what earlier sums must be multiplied by.
+__device__ __forceinline__ void softmax(const float (&logits)[32], float (&largest)[2], float (&total)[2], float (&shrink)[2],
+                                        u32 (&weights)[WEIGHT_PARTS][16], float scale) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float top = logits[2 * r];
+#pragma unroll
+    for (int t = 0; t < 8; ++t) top = fmaxf(top, fmaxf(logits[4 * t + 2 * r], logits[4 * t + 2 * r + 1]));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale;
+    shrink[r] = 1.0f;
+    if (top > largest[r] + SLACK) {
+      shrink[r] = exp2_fast(largest[r] - top);
+      largest[r] = top;
+    }
+    total[r] *= shrink[r];
+  }
+#pragma unroll
+  for (int t = 0; t < 8; ++t)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float x = exp2_fast(fmaf(logits[4 * t + 2 * r], scale, -largest[r]));
+      const float y = exp2_fast(fmaf(logits[4 * t + 2 * r + 1], scale, -largest[r]));
+      const u32 pair = pack_bf16(x, y);
+      weights[0][2 * t + r] = pair;
+      if (SPLIT_WEIGHTS) {
+        weights[WEIGHT_PARTS - 1][2 * t + r] = pack_bf16(x - low_bf16(pair), y - high_bf16(pair));
+        total[r] += x + y;
+      } else {
+        total[r] += low_bf16(pair) + high_bf16(pair);  // what the values are multiplied by
+      }
+    }
+}
+
+// Hand weights and factors to the other consumer.
+__device__ __forceinline__ void share_weights(Small& small, u8* shared_pointer, const u32 (&weights)[WEIGHT_PARTS][16],
+                                              const float (&shrink)[2], int head, int quad) {
+#pragma unroll
+  for (int part = 0; part < WEIGHT_PARTS; ++part)
+#pragma unroll
+    for (int t = 0; t < 8; ++t)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        *(u32*)(shared_pointer + AT_WEIGHTS + part * COLUMN_BYTES + (head + 8 * r) * 128 + ((t ^ (head & 7)) << 4) + 4 * quad) =
+            weights[part][2 * t + r];
+  if (quad == 0) small.shrink[head] = shrink[0], small.shrink[head + 8] = shrink[1];
+  fence_for_tensor_cores();
+  warp_arrive(&small.weight_full);
 }
 
 __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u8* shared_pointer, u32 shared, int split, int first, int stride) {
@@ -533,7 +592,7 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
   const float log2e = 1.4426950408889634f, scale = 0.044194173824159216f * log2e * (1 << KEY_SHIFT);  // 512^-0.5
   const float sinks[2] = {head < H ? a.sink[head] * log2e : 0.0f, head + 8 < H ? a.sink[head + 8] * log2e : 0.0f};
   float sums[128];
-  int step = 0, item = 0, used = 0;
+  int step = 0, item = 0;
   for (int row = first; row < a.rows; row += stride, ++item) {
     float largest[2] = {sinks[0], sinks[1]};
     float total[2];  // this thread's columns only
@@ -542,96 +601,37 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
     for (int i = 0; i < 128; ++i) sums[i] = 0;
     if (range.begin < range.end) barrier_wait(&small.query_full, item & 1);
     for (int block = range.begin; block < range.end; ++block, ++step) {
-      const int buffer = step & 1;
-      const u32 tile = shared + AT_KEYS + buffer * TILE_BYTES;
-      barrier_wait(&small.key_full[buffer], (step >> 1) & 1);
-      const uint4 seen = *(const uint4*)small.seen[buffer];
-      const bool skip = nothing_seen(seen);
+      const u32 keys = shared + AT_KEYS + (step & 1) * TILE_BYTES;
+      barrier_wait(&small.key_full[step & 1], (step >> 1) & 1);
       float logits[32];
-      if (!skip) {
-        mma_fence();
+      mma_fence();
 #pragma unroll
-        for (int k = 0; k < 32; ++k) {
-          const u32 at = (k / 4) * COLUMN_BYTES + (k % 4) * 32;
-          mma_logits(logits, operand(shared + AT_QUERY, at), operand(tile, at), k != 0);
-        }
-        mma_commit();
-        mma_wait(logits);
+      for (int k = 0; k < 32; ++k) {
+        const u32 at = (k / 4) * COLUMN_BYTES + (k % 4) * 32;
+        mma_logits(logits, operand(shared + AT_QUERY, at), operand(keys, at), k != 0);
       }
+      mma_commit();
+      mma_wait(logits);
       if (block == range.end - 1) warp_arrive(&small.query_free);
-      if (!skip) {
-        if ((seen.x & seen.y & seen.z & seen.w) != ~0u) {
+      hide_unseen(logits, *(const uint4*)small.seen[step & 1], quad);
+      float shrink[2];
+      u32 weights[WEIGHT_PARTS][16];
+      softmax(logits, largest, total, shrink, weights, scale);
+      barrier_wait(&small.weight_free, (step & 1) ^ 1);
+      share_weights(small, shared_pointer, weights, shrink, head, quad);
+      rescale(sums, shrink[0], shrink[1]);
+      mma_fence();
 #pragma unroll
-          for (int i = 0; i < 32; ++i) {  // key 8 (i / 4) + 2 quad + i % 2
-            const u32 bits = word_of(seen, i / 8) >> (16 * ((i / 4) % 2) + 4 * quad);
-            if (!(bits >> (2 * (i % 2)) & 1)) logits[i] = __int_as_float(0xFF800000);
-          }
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int part = 0; part < WEIGHT_PARTS; ++part) {
+          const u32* w = weights[part] + 4 * k;
+          const u32 four[4] = {w[0], w[1], w[2], w[3]};
+          mma_sum(sums, four, operand(keys, k * 2048));
         }
-        float shrink[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float top = logits[2 * r];
-#pragma unroll
-          for (int t = 0; t < 8; ++t) top = fmaxf(top, fmaxf(logits[4 * t + 2 * r], logits[4 * t + 2 * r + 1]));
-          top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-          top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale;
-          shrink[r] = 1.0f;
-          if (top > largest[r] + SLACK) {
-            shrink[r] = exp2_fast(largest[r] - top);
-            largest[r] = top;
-          }
-          total[r] *= shrink[r];
-        }
-        u32 weights[16];  // bf16 pairs: tile t, head r at 2 t + r; the order of the matrix operand
-#if SPLIT_WEIGHTS
-        u32 rests[16];
-#endif
-#pragma unroll
-        for (int t = 0; t < 8; ++t)
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float x = exp2_fast(fmaf(logits[4 * t + 2 * r], scale, -largest[r]));
-            const float y = exp2_fast(fmaf(logits[4 * t + 2 * r + 1], scale, -largest[r]));
-            const u32 pair = pack_bf16(x, y);
-            weights[2 * t + r] = pair;
-#if SPLIT_WEIGHTS
-            rests[2 * t + r] = pack_bf16(x - low_bf16(pair), y - high_bf16(pair));
-            total[r] += x + y;
-#else
-            total[r] += low_bf16(pair) + high_bf16(pair);
-#endif
-          }
-        // hand the weights to the other consumer
-        barrier_wait(&small.weight_free, (used & 1) ^ 1);
-#pragma unroll
-        for (int t = 0; t < 8; ++t)
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const u32 at = AT_WEIGHTS + (head + 8 * r) * 128 + ((t ^ (head & 7)) << 4) + 4 * quad;
-            *(u32*)(shared_pointer + at) = weights[2 * t + r];
-#if SPLIT_WEIGHTS
-            *(u32*)(shared_pointer + at + COLUMN_BYTES) = rests[2 * t + r];
-#endif
-          }
-        if (quad == 0) small.shrink[head] = shrink[0], small.shrink[head + 8] = shrink[1];
-        fence_for_tensor_cores();
-        warp_arrive(&small.weight_full);
-        ++used;
-        rescale(sums, shrink[0], shrink[1]);
-        mma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const u32 part[4] = {weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]};
-          mma_sum(sums, part, operand(tile, k * 2048));
-#if SPLIT_WEIGHTS
-          const u32 rest[4] = {rests[4 * k], rests[4 * k + 1], rests[4 * k + 2], rests[4 * k + 3]};
-          mma_sum(sums, rest, operand(tile, k * 2048));
-#endif
-        }
-        mma_commit();
-        mma_wait(sums);
-      }
-      warp_arrive(&small.key_free[buffer]);
+      mma_commit();
+      mma_wait(sums);
+      warp_arrive(&small.key_free[step & 1]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -664,29 +664,25 @@ __device__ __forceinline__ void consume_right(const Arguments& a, Small& small, 
   const int head = warp * 16 + lane / 4;
   const Range range = block_range(a, split);
   float sums[128];
-  int step = 0, item = 0, used = 0;
+  int step = 0, item = 0;
   for (int row = first; row < a.rows; row += stride, ++item) {
 #pragma unroll
     for (int i = 0; i < 128; ++i) sums[i] = 0;
     for (int block = range.begin; block < range.end; ++block, ++step) {
-      const int buffer = step & 1;
-      const u32 values = shared + AT_KEYS + buffer * TILE_BYTES + 4 * COLUMN_BYTES;
-      barrier_wait(&small.key_full[buffer], (step >> 1) & 1);
-      if (!nothing_seen(*(const uint4*)small.seen[buffer])) {
-        barrier_wait(&small.weight_full, used & 1);
-        ++used;
-        rescale(sums, small.shrink[head], small.shrink[head + 8]);
-        mma_fence();
+      const u32 values = shared + AT_KEYS + (step & 1) * TILE_BYTES + 4 * COLUMN_BYTES;
+      barrier_wait(&small.weight_full, step & 1);
+      barrier_wait(&small.key_full[step & 1], (step >> 1) & 1);
+      rescale(sums, small.shrink[head], small.shrink[head + 8]);
+      mma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          mma_sum(sums, operand(shared + AT_WEIGHTS, 32 * k), operand(values, k * 2048));
-          if (SPLIT_WEIGHTS) mma_sum(sums, operand(shared + AT_WEIGHTS, COLUMN_BYTES + 32 * k), operand(values, k * 2048));
-        }
-        mma_commit();
-        mma_wait(sums);
-        warp_arrive(&small.weight_free);
-      }
-      warp_arrive(&small.key_free[buffer]);
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int part = 0; part < WEIGHT_PARTS; ++part)
+          mma_sum(sums, operand(shared + AT_WEIGHTS, part * COLUMN_BYTES + 32 * k), operand(values, k * 2048));
+      mma_commit();
+      mma_wait(sums);
+      warp_arrive(&small.weight_free);
+      warp_arrive(&small.key_free[step & 1]);
     }
 #if SPLITS == 1
     named_barrier(1, 256);
