@@ -11,14 +11,17 @@ import argparse
 import json
 import math
 import statistics
+import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepinfer.kernels import attention_cuda, nvrtc
 from deepinfer.kernels.attention import sparse_attention
 from deepinfer.ops import number_formats as nf
 from deepinfer.ops import rope
@@ -203,12 +206,22 @@ def check_time(rows: int, pool: Pool, entry_format: str, variants: list[dict[str
         attempt(f"rows={rows} {options}", one, options)
 
 
+def compile_all() -> None:
+    variants = [(fp4, splits, rest) for fp4, splits in ((1, 1), (1, 2), (1, 4), (1, 8), (0, 1)) for rest in (0, 1)]
+    defines = [attention_cuda.definitions(HEADS, ROPE, bool(f), s, bool(rest)) for f, s, rest in variants]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda d: nvrtc.compile_cubin(attention_cuda.SOURCE, d, "sm_90a"), defines))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json")
     parser.add_argument("--quick", action="store_true", help="correctness and few timings")
     arguments = parser.parse_args()
     device = torch.device("cuda")
+    begin = time.perf_counter()
+    attempt("compile", compile_all)
+    print(f"compiled in {time.perf_counter() - begin:.1f} s")
     pool = make_pool(device, 524_288, 65_536)
     implementations = ("cuda", "triton")
 

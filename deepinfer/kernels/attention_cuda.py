@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.kernels import nvrtc
 
+SOURCE = "attention.cu"
 _TILE_BYTES = 64 * 512 * 2
 _WEIGHT_BYTES = 64 * 64 * 2
 _SMALL_BYTES = 1024
@@ -42,20 +43,18 @@ def launch(
     rows, heads, _ = q.shape
     if rows == 0:
         return
+    defines = definitions(heads, 2 * cos.shape[1], fp4, splits, split_weights)
     shared_bytes = 3 * _TILE_BYTES + (1 + split_weights) * _WEIGHT_BYTES + _SMALL_BYTES
-    defines = {
-        "H": heads,
-        "ROPE": 2 * cos.shape[1],
-        "FP4": int(fp4),
-        "QUANTIZE": int(quantize_output),
-        "SPLITS": splits,
-        "SPLIT_WEIGHTS": int(split_weights),
-    }
-    kernel = nvrtc.load_kernel("attention.cu", "sparse_attention", defines, q.device, shared_bytes=shared_bytes)
+    kernel = nvrtc.load_kernel(SOURCE, "sparse_attention", defines, q.device, shared_bytes=shared_bytes)
     ctas = min(rows, _num_multiprocessors(q.device)) if splits == 1 else rows * splits
     arguments: list[Any] = [q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, out]
-    arguments += [rows, q.stride(0), window_index.shape[1], entry_slots.shape[1]]
+    arguments += [rows, q.stride(0), window_index.shape[1], entry_slots.shape[1], int(quantize_output)]
     kernel.launch((ctas, 1, 1), _THREADS, arguments, shared_bytes=shared_bytes, cluster=splits)
+
+
+def definitions(heads: int, rope_width: int, fp4: bool, splits: int, split_weights: bool) -> dict[str, int]:
+    """Compile-time constants of a variant, for :func:`deepinfer.kernels.nvrtc.compile_cubin` ahead of time too."""
+    return {"H": heads, "ROPE": rope_width, "FP4": int(fp4), "SPLITS": splits, "SPLIT_WEIGHTS": int(split_weights)}
 
 
 @functools.cache

@@ -16,7 +16,7 @@
 // log 2): weights stay below 256 and the sums are seldom rescaled.
 //
 // Compile-time constants: H (heads, at most 64), ROPE (channels that turn, a multiple of 8), FP4 (entries are
-// Fp4Record, else Fp8Record), QUANTIZE (round the output by Q8), SPLITS (1, 2, 4, 8), SPLIT_WEIGHTS (weights in two bf16 parts).
+// Fp4Record, else Fp8Record), SPLITS (1, 2, 4, 8), SPLIT_WEIGHTS (weights in two bf16 parts).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -61,6 +61,7 @@ struct Arguments {
   const float* sines;
   u16* out;
   int rows, query_stride, width, num_selected;
+  int quantize;                        // round the output by Q8
 };
 
 // ---------------------------------------------------------------- barriers, copies, matrix instructions
@@ -428,7 +429,7 @@ __device__ __forceinline__ void finish_group(const Arguments& a, float (&v)[4][4
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (QUANTIZE) {
+    if (a.quantize) {
       float largest = 1e-4f;
 #pragma unroll
       for (int t = 0; t < 4; ++t)
@@ -700,12 +701,12 @@ __device__ __forceinline__ void consume_right(const Arguments& a, Small& small, 
 extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
     const u16* query, const u8* step_records, const u8* ring, const int* window_index, const u8* entries,
     const int* entry_slots, const float* sink, const float* cosines, const float* sines, u16* out,
-    int rows, int query_stride, int width, int num_selected) {
+    int rows, int query_stride, int width, int num_selected, int quantize) {
   extern __shared__ __align__(1024) u8 shared_pointer[];
   const u32 shared = shared_address(shared_pointer);
   Small& small = *(Small*)(shared_pointer + AT_SMALL);
   const Arguments a = {query, step_records, ring, window_index, entries, entry_slots, sink, cosines, sines, out,
-                       rows, query_stride, width, num_selected};
+                       rows, query_stride, width, num_selected, quantize};
   const int split = SPLITS == 1 ? 0 : blockIdx.x % SPLITS;
   const int first = blockIdx.x / SPLITS, stride = gridDim.x / SPLITS;  // SPLITS > 1: one row per cluster
   if (threadIdx.x == 0) {
@@ -729,9 +730,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
       cluster_barrier();
     }
   } else if (role == 0) {
-    set_registers_up<232>();
+    set_registers_up<224>();  // 224 + 176 + 104 = 3 * 168, what the launch gets
     consume_left(a, small, shared_pointer, shared, split, first, stride);
   } else {
+    set_registers_up<176>();
     consume_right(a, small, shared_pointer, shared, split, first, stride);
   }
 }
