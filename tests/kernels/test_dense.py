@@ -10,6 +10,8 @@ from deepinfer.checkpoint import codecs
 from deepinfer.kernels import dense, dense_packing, dense_skinny, dense_triton, dense_wgmma, nvrtc
 from deepinfer.ops import number_formats as nf
 
+pytestmark = pytest.mark.gpu
+
 SHAPES = [(64, 96), (128, 256), (160, 64), (96, 320)]
 ROWS = (1, 3, 17, 70)
 

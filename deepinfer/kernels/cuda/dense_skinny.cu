@@ -31,6 +31,7 @@ typedef unsigned long long u64;
 static_assert(N % 32 == 0 && K % 8 == 0, "shape");
 static_assert(GROUP_N % (32 * WM) == 0 || GROUP_N == N, "a CTA must not straddle two groups");
 
+// ---------------------------------------------------------------- instructions
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ uint4 load_weights(const void* p) {
@@ -64,14 +65,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two e4m3 codes, each in the high byte of a half word, to two bf16. With its exponent field moved unchanged the value
-// is 2^-120 times the code, subnormals included; `scale` is 2^120 times the block's scale, so the product is exact.
-__device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {
-  u32 bits = ((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), value;
-  asm("mul.bf16x2 %0, %1, %2;" : "=r"(value) : "r"(bits), "r"(scale));
-  return value;
-}
-
 __device__ __forceinline__ u32 cluster_rank() {
 #if CLUSTER > 1
   u32 rank;
@@ -82,26 +75,87 @@ __device__ __forceinline__ u32 cluster_rank() {
 #endif
 }
 
-// Round a warp's 32 values (already bf16) to FP8 with one power-of-two scale: the value, exact in bf16.
-__device__ __forceinline__ float round_q8(float value) {
-  float largest = fabsf(value);
-#pragma unroll
-  for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-  int exponent = ((__float_as_int(fmaxf(largest, 1e-4f)) + 0x1FFFFF) >> 23) - 135;
-  float scaled = value * __int_as_float((127 - exponent) << 23);
+__device__ __forceinline__ void cluster_start() {  // with cluster_started: every CTA of the cluster runs
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_started() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// The address in CTA `rank` of the cluster that corresponds to `address` in this one.
+__device__ __forceinline__ u32 address_in(u32 address, int rank) {
+#if CLUSTER > 1
+  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+#endif
+  return address;
+}
+
+__device__ __forceinline__ void store_sum(u32 address, float value) {
+#if CLUSTER > 1
+  asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(value) : "memory");
+#else
+  asm volatile("st.shared.f32 [%0], %1;" :: "r"(address), "f"(value) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
+__device__ __forceinline__ float round_e4m3(float value) {
   u16 code;
   u32 halves;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(scaled));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
   float rounded;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(value));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
   asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(rounded) : "r"(halves));
-  return rounded * __int_as_float((exponent + 127) << 23);
+  return rounded;
 }
 
 __device__ __forceinline__ u16 to_bf16(float value) {
   u16 bits;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
+}
+
+__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
+  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+
+// ---------------------------------------------------------------- the kernel
+// Two e4m3 codes, each in the high byte of a half word, to two bf16. With its exponent field moved unchanged the value
+// is 2^-120 times the code, subnormals included; `scale` is 2^120 times the block's scale, so the product is exact.
+__device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {
+  return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
+}
+
+// Round a warp's 32 values (already bf16) to FP8 with one power-of-two scale: the value, exact in bf16.
+__device__ __forceinline__ float round_q8(float value) {
+  float largest = fabsf(value);
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+  int exponent = ((__float_as_int(fmaxf(largest, 1e-4f)) + 0x1FFFFF) >> 23) - 135;
+  const float scale = __int_as_float((exponent + 127) << 23), inverse = __int_as_float((127 - exponent) << 23);
+  return round_e4m3(value * inverse) * scale;
 }
 
 struct Block {
@@ -169,9 +223,7 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
   const int warp_first = k_warp * count / WK;
   const int warp_count = block_row < NUM_BLOCK_ROWS ? (k_warp + 1) * count / WK - warp_first : 0;
 
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
+  cluster_start();
   // The weights don't depend on earlier kernels: their loads start before anything is waited for.
   const long long at = (long long)block_row * NUM_CHUNKS + first + warp_first;
   const char* from = weights + at * 2048 + lane * 16;
@@ -186,8 +238,7 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
     lane_scales[i] = i * 32 + lane < warp_count ? __ldg(scales + at + i * 32 + lane) : 0;
 #endif
 
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
+  wait_for_earlier_kernels();
   const u16* x_group = x + (tile * 32 * WM / GROUP_N) * (long long)K + first * BLOCK_K;
   const int columns = min(count * BLOCK_K, K - first * BLOCK_K);
   const int pieces = count * (BLOCK_K / 8);
@@ -197,7 +248,7 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
     const u16* source = exists ? x_group + (first_row + row) * x_stride + column : x;
     copy_async(shared_address(x_shared) + row * X_STRIDE + column * 2, source, exists ? 16 : 0);
   }
-  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+  wait_for_copies();
   __syncthreads();
 
   float sum[2][NT][4] = {};
@@ -222,35 +273,23 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
   }
 
   // Partial sums to the CTA that finishes them: unit (row, block row) belongs to rank unit % CLUSTER.
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // every CTA of the cluster has started
-#endif
+  cluster_started();
   const int source = rank * WK + k_warp;
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int unit = (nt * 8 + 2 * (lane % 4) + odd) * WM + row_warp;
-      u32 to = shared_address(partial + (source * MAX_UNITS + unit / CLUSTER) * 32 + lane / 4);
-#if CLUSTER > 1
-      asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(unit % CLUSTER));
-#define PUT(offset, value) \
-  asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(to + (offset) * 4), "f"(value) : "memory")
-#else
-#define PUT(offset, value) asm volatile("st.shared.f32 [%0], %1;" :: "r"(to + (offset) * 4), "f"(value) : "memory")
-#endif
-      if (first_row + nt * 8 + 2 * (lane % 4) + odd < rows) {
-        PUT(0, sum[0][nt][odd]);
-        PUT(8, sum[0][nt][odd + 2]);
-        PUT(16, sum[1][nt][odd]);
-        PUT(24, sum[1][nt][odd + 2]);
+      const int row = nt * 8 + 2 * (lane % 4) + odd, unit = row * WM + row_warp;
+      if (first_row + row >= rows) continue;
+      const u32 mine = shared_address(partial + (source * MAX_UNITS + unit / CLUSTER) * 32 + lane / 4);
+      const u32 to = address_in(mine, unit % CLUSTER);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        store_sum(to + m * 64, sum[m][nt][odd]);
+        store_sum(to + m * 64 + 32, sum[m][nt][odd + 2]);
       }
     }
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
+  cluster_barrier();
 
   for (int local = warp; local < MAX_UNITS; local += WM * WK) {
     const int unit = local * CLUSTER + rank, row = first_row + unit / WM, out_block = tile * WM + unit % WM;

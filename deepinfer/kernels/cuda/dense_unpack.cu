@@ -7,10 +7,15 @@ typedef unsigned int u32;
 #define WARPS 4
 #define ROW_WORDS 36  // 32 words of two columns; padded so that eight rows meet no bank twice
 
+// ---------------------------------------------------------------- instructions
+__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
+  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+
+// ---------------------------------------------------------------- the kernel
 __device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {  // see dense_skinny.cu
-  u32 bits = ((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), value;
-  asm("mul.bf16x2 %0, %1, %2;" : "=r"(value) : "r"(bits), "r"(scale));
-  return value;
+  return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)

@@ -36,6 +36,7 @@ struct __align__(64) TensorMap {
   u64 opaque[16];
 };
 
+// ---------------------------------------------------------------- instructions
 template <int WIDTH> struct Wgmma;  // d[64, WIDTH] += a[64, 16] * b[16, WIDTH]
 template <> struct Wgmma<16> {
   static __device__ __forceinline__ void run(float* d, const u32* a, u64 b) {
@@ -114,6 +115,8 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
 }
 
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -123,12 +126,13 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  u32 done = 0;
-  for (u32 tries = 0; !done; ++tries) {
-    asm volatile("{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, done; }" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    if (tries > 1u << 22) __trap();  // an error beats a hang
-  }
+  // Gives up after seconds: a wrong result is found sooner than a hang. (Written in C++ the loop serialises wgmma.)
+  asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
+               "mov.u32 tries, 0;\n"
+               "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+               "add.u32 tries, tries, 1;\n"
+               "setp.lt.and.u32 more, tries, 4000000, !done;\n"
+               "@more bra again; }" :: "r"(barrier), "r"(parity) : "memory");
 }
 
 __device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barrier) {  // one packed block
@@ -147,10 +151,87 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {
   return v;
 }
 
+__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
+  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ float round_e4m3(float value) {
+  u16 code;
+  u32 halves;
+  float rounded;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(value));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(rounded) : "r"(halves));
+  return rounded;
+}
+
+__device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank = 0;
+#if CLUSTER > 1
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  asm volatile("bar.sync 0, %0;" :: "n"(THREADS) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void consumer_barrier() {
+  asm volatile("bar.sync 1, %0;" :: "n"(32 * CONSUMER_WARPS) : "memory");
+}
+
+// Four sums from the same place of CTA `rank` of the cluster.
+__device__ __forceinline__ void load_sums(float (&v)[4], u32 address, int rank) {
+#if CLUSTER > 1
+  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address) : "memory");
+#else
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
+__device__ __forceinline__ void give_registers() {
+#if REGISTER_BOUND
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
+}
+
+__device__ __forceinline__ void take_registers() {
+#if REGISTER_BOUND
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+#endif
+}
+
+// ---------------------------------------------------------------- the kernel
 __device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {  // see dense_skinny.cu
-  u32 bits = ((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), value;
-  asm("mul.bf16x2 %0, %1, %2;" : "=r"(value) : "r"(bits), "r"(scale));
-  return value;
+  return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
 }
 
 // A warp's 16 rows x 64 columns: four operands of four registers.
@@ -169,7 +250,7 @@ __device__ __forceinline__ void decode_tile(u32 (&a)[16], u32 address, u32 scale
 
 // 64 rows x 64 columns of weights times NB activation rows; `x` is the stage's address.
 __device__ __forceinline__ void multiply_tile(float (&sum)[NB / 2], const u32 (&a)[16], u32 x) {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  wgmma_fence();
 #pragma unroll
   for (int q = 0; q < 4; ++q)
 #pragma unroll
@@ -178,7 +259,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[NB / 2], const u32 (&
       const u64 b = (1ull << 62) | (64ull << 32) | (1ull << 16) | ((x + part * WGMMA_N * 128 + q * 32) >> 4 & 0x3FFF);
       Wgmma<WGMMA_N>::run(sum + part * (WGMMA_N / 2), a + 4 * q, b);
     }
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  wgmma_commit();
 }
 
 // Round values (already bf16) of which 8 neighbouring lanes hold 32 to FP8 with one power-of-two scale.
@@ -189,29 +270,7 @@ __device__ __forceinline__ void round_q8(float (&value)[4]) {
   const int exponent = ((__float_as_int(fmaxf(largest, 1e-4f)) + 0x1FFFFF) >> 23) - 135;
   const float down = __int_as_float((127 - exponent) << 23), up = __int_as_float((exponent + 127) << 23);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    u16 code;
-    u32 halves;
-    float rounded;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(value[i] * down));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(rounded) : "r"(halves));
-    value[i] = rounded * up;
-  }
-}
-
-__device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
-  u32 bits;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  return bits;
-}
-
-__device__ __forceinline__ void cluster_barrier() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  asm volatile("bar.sync 0, %0;" :: "n"(THREADS) : "memory");
-#endif
+  for (int i = 0; i < 4; ++i) value[i] = round_e4m3(value[i] * down) * up;
 }
 
 // Add the partial sums of the cluster and write this CTA's share of the outputs.
@@ -225,15 +284,7 @@ __device__ __forceinline__ void finish(const float* sums, void* y, int rows, int
 #pragma unroll
     for (int s = 0; s < CLUSTER; ++s) {
       float part[4];
-#if CLUSTER > 1
-      u32 remote;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(s));
-      asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                   : "=f"(part[0]), "=f"(part[1]), "=f"(part[2]), "=f"(part[3]) : "r"(remote) : "memory");
-#else
-      asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                   : "=f"(part[0]), "=f"(part[1]), "=f"(part[2]), "=f"(part[3]) : "r"(local) : "memory");
-#endif
+      load_sums(part, local, s);
 #pragma unroll
       for (int i = 0; i < 4; ++i) value[i] += part[i];
     }
@@ -267,10 +318,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
   const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int rank = 0;
-#if CLUSTER > 1
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
+  const int rank = cluster_rank();
   const int tile = blockIdx.x / CLUSTER, first_row = blockIdx.y * NB, first_block = tile * TILE_BLOCKS;
   const int first = rank * NUM_CHUNKS / CLUSTER, count = (rank + 1) * NUM_CHUNKS / CLUSTER - first;
 
@@ -279,7 +327,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
       barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, CONSUMER_WARPS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_ready();
   }
   for (int i = threadIdx.x; i < TILE_BLOCKS * count; i += THREADS) {  // word [chunk][block]
     const int block = first_block + i % TILE_BLOCKS;
@@ -289,9 +337,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
 
   float* sums = (float*)(unaligned + (base - shared_address(unaligned)));
   if (warp >= CONSUMER_WARPS) {
-#if REGISTER_BOUND
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-#endif
+    give_registers();
     if (warp == CONSUMER_WARPS && lane == 0) {
       const int blocks = min(TILE_BLOCKS, NUM_BLOCK_ROWS - first_block);
       const int x_column = first_block * 32 / GROUP_N * K + first * 64;
@@ -302,8 +348,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
         for (int b = 0; b < blocks; ++b)
           copy_weights(w_stages + c * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048, full + 8 * c);
       }
-      asm volatile("griddepcontrol.wait;" ::: "memory");
-      asm volatile("griddepcontrol.launch_dependents;");
+      wait_for_earlier_kernels();
       for (int c = 0; c < ahead; ++c)
         copy_activations(x_stages + c * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * c);
       int stage = 0;
@@ -324,9 +369,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     cluster_barrier();
 #endif
   } else {
-#if REGISTER_BOUND
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-#endif
+    take_registers();
     const int group = warp / 4, part = warp % 4;  // 16-row part of a 64-row tile
     const u32 mine = group * MF * 4096 + part * 1024 + lane * 16;
     const u32* my_scales = scale_words + group * MF * 2 + part / 2;
@@ -342,7 +385,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
 #define STEP(buffer, f)                                                                             \
   decode_tile(a[buffer], w_stages + stage * W_BYTES + mine + (f) * 4096, my_scales[c * TILE_BLOCKS + (f) * 2]); \
   multiply_tile(sum[f], a[buffer], x_stages + stage * X_BYTES);                                     \
-  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+  wgmma_wait<1>();
 #define RELEASE()  /* everything but the latest step is done, so the stage before this one is free */  \
   if (c > 0 && lane == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
 #define NEXT() if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -367,9 +410,9 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
       NEXT()
     }
 #endif
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wgmma_wait<0>();
     // When no consumer reads the ring any more, its memory takes the partial sums [NB][SUM_STRIDE].
-    asm volatile("bar.sync 1, %0;" :: "n"(32 * CONSUMER_WARPS) : "memory");
+    consumer_barrier();
 #pragma unroll
     for (int f = 0; f < MF; ++f)
 #pragma unroll
