@@ -17,6 +17,8 @@ from deepinfer.config.env import read_environment
 from deepinfer.config.layer_slice import model_config_of
 from deepinfer.config.resolve import Resolved, resolve
 from deepinfer.engine.factory import num_state_slots
+from deepinfer.engine.fused_setup import not_fused_because
+from deepinfer.engine.memory_planning import plan_device_memory
 from deepinfer.entrypoints.default_model import describe_model
 from deepinfer.entrypoints.engine_args import add_model_arguments, model_arguments
 from deepinfer.errors import EngineError
@@ -129,6 +131,10 @@ def _leaves(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
 def _memory(resolved: Resolved, namespace: argparse.Namespace) -> list[str]:
     config = resolved.config
     model = model_config_of(config.model)
+    if not_fused_because(config, model) is None:
+        available = select_platform(config.device.platform).available_memory_bytes()
+        plan = plan_device_memory(config, model, available)
+        return [*plan.lines(), "(as of now; an engine looks at the free memory after it has loaded the weights)"]
     sizes = cache_sizes(model, config.numerics)
     available = select_platform(config.device.platform).available_memory_bytes()
     weights = summarize_config(model).backbone.num_parameters * _WEIGHT_BYTES
