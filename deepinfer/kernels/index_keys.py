@@ -51,7 +51,8 @@ def load_key_words(keys_ptr, slots, inside, WIDTH: tl.constexpr, WORDS: tl.const
     record_words: tl.constexpr = (WIDTH // 2 + WIDTH // 32) * 2 // NIBBLES
     word = tl.arange(0, WORDS)[None, :]
     is_read = inside[:, None] & (word < num_words)
-    record_ptr = keys_ptr + slots[:, None] * record_words
+    # The compiler takes slot * 17 for a multiple of 16 (seen in Triton 3.6) and would load 16 bytes at odd words.
+    record_ptr = keys_ptr + tl.multiple_of(slots[:, None] * record_words, (1, 1))
     scale_word = num_words + (word * NIBBLES // 32) * 2 // NIBBLES
     codes = tl.load(record_ptr + word, is_read, other=0).to(tl.int32)
     scales = tl.load(record_ptr + scale_word, is_read, other=0).to(tl.int32)
