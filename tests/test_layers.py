@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "deepinfer"
 
 BASE = {"errors", "config"}
-MODEL = BASE | {"platforms", "ops", "layers", "models", "checkpoint"}
+MODEL = BASE | {"platforms", "ops", "kernels", "layers", "models", "checkpoint"}
 WORKER = MODEL | {"messages", "kvcache", "sampling", "tokenizer", "observe"}
 
 # Part of the package -> the parts that it may import, besides itself. A new part needs a line: think where it belongs.
@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": BASE | {"messages", "kvcache"},
     "checkpoint": BASE | {"tokenizer"},
     "ops": BASE | {"platforms"},
-    "layers": BASE | {"platforms", "ops", "checkpoint"},
+    "kernels": BASE | {"ops", "checkpoint"},
+    "layers": BASE | {"platforms", "ops", "kernels", "checkpoint"},
     "models": MODEL - {"models"},
     "sampling": BASE | {"messages", "ops"},
     "observe": BASE | {"platforms"},
