@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,23 @@ class Proposal:
     before it were."""
     logits: Tensor | None
     """``[requests, block, vocab]`` float32, for samplers that need the draft's distribution."""
+
+
+class DraftModel(Protocol):
+    """What the drafter asks of a draft."""
+
+    def propose(
+        self,
+        newest: Tensor,
+        block: int,
+        window: RingView,
+        angles: Angles,
+        caches: ModelCaches,
+        choose: ChooseToken,
+        keep_logits: bool = False,
+    ) -> Proposal:
+        """Draft ``block`` tokens for every request; see :meth:`DSpark.propose`."""
+        ...
 
 
 class DSpark:

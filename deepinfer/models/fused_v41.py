@@ -26,6 +26,7 @@ from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
 from deepinfer.layers.weights import TensorSource
 from deepinfer.ops.numerics import Numerics
+from deepinfer.ops.registry import Ops
 
 MakeExperts = Callable[[PackedSource, int], RoutedExperts]
 """(weights below ``ffn.``, number of experts) -> the routed experts of a layer."""
@@ -109,6 +110,7 @@ class FusedV41:
         on_layer: Callable[[int], None] = lambda done: None,
     ) -> None:
         self.config, self.numerics, self.device = config, numerics, device
+        self.ops = Ops({})  # which kernels run is not chosen operator by operator
         weights = PackedSource(source, device)
         self.embedding = weights.bf16("embed.weight")
         self.head = Bf16Linear(weights.bf16("head.weight"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,8 @@ class SamplerOutput:
         """The same in pinned host memory, copied without waiting: read it behind an event on the current stream."""
         names = ("token_ids", "is_bad", "logprobs", "ranks", "top_ids", "top_logprobs")
         tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: pinned_copy(tensor) for name, tensor in tensors.items() if tensor is not None})
+        copies: dict[str, Any] = {name: pinned_copy(each) for name, each in tensors.items() if each is not None}
+        return replace(self, **copies)
 
     def alternatives(self, row: int) -> list[tuple[int, float]]:
         """(id, log-probability) of exactly as many most likely tokens as the row asked for; call it on the host."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deepinfer.models.dspark import DSpark
+from deepinfer.models.dspark import DraftModel
 from deepinfer.ops.rope import rope_angles
 from deepinfer.sampling.batch import SamplingBatchBuilder
 from deepinfer.sampling.state import SamplingState
@@ -35,7 +35,7 @@ class Drafter:
 
     def __init__(
         self,
-        model: DSpark,
+        model: DraftModel,
         runner: ModelRunner,
         num_drafts: int,
         temperatures: Sequence[float],

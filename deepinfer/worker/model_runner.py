@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,12 +22,16 @@ from deepinfer.worker.device_tokens import DeviceTokens
 from deepinfer.worker.state_checkpoints import StateCheckpoints
 from deepinfer.worker.step_batch import StepBatch, StepBatchBuilder
 
+if TYPE_CHECKING:
+    from deepinfer.models.fused_dspark import FusedDSpark
+    from deepinfer.models.fused_v41 import FusedV41
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Hidden state after the last layer of one step; logits are made for the rows that somebody asks for."""
 
-    model: DeepseekV41
+    model: DeepseekV41 | FusedV41
     trunk: Tensor
     """``[rows, M, hidden]``"""
     read_mix: Tensor
@@ -60,11 +65,11 @@ class ModelRunner:
     def __init__(
         self,
         config: TextConfig,
-        model: DeepseekV41,
+        model: DeepseekV41 | FusedV41,
         geometry: CacheGeometry,
         device: torch.device,
         is_compact: bool = True,
-        draft: DSpark | None = None,
+        draft: DSpark | FusedDSpark | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -97,6 +102,7 @@ class ModelRunner:
         self.checkpoints.restore(plan.restores)
         with self.timer.phase("forward"):
             state = self._state(batch, trace)
+            assert isinstance(self.model, DeepseekV41)
             trunk, read_mix = self.model.forward(state, self.caches)
             if self.draft is not None:
                 self._remember_features(plan, state)
@@ -104,7 +110,7 @@ class ModelRunner:
         return StepResult(self.model, trunk, read_mix, batch.sample_rows)
 
     def _remember_features(self, plan: StepPlan, state: StepState) -> None:
-        assert self.draft is not None
+        assert isinstance(self.draft, DSpark)
         self._note_feature_floors(plan.chunks)
         if state.tail.features:
             self.draft.remember(state.tail, self.caches)

@@ -120,7 +120,59 @@ class RowExpander:
     def expand(
         self, table: Tensor, block_tables: Tensor, keys_first: bool, spans: Sequence[ChunkSpan] | None = None
     ) -> DeviceRows:
-        """``table`` ``[len(Column), rows]`` int32, ``block_tables`` ``[sequences, blocks]`` int32."""
+        """``table`` ``[len(Column), rows]`` int32, ``block_tables`` ``[sequences, blocks]`` int32, contiguous."""
+        if table.is_cuda:
+            return self._in_one_launch(table, block_tables, keys_first, spans)
+        return self.reference(table, block_tables, keys_first, spans)
+
+    def _in_one_launch(
+        self, table: Tensor, block_tables: Tensor, keys_first: bool, spans: Sequence[ChunkSpan] | None
+    ) -> DeviceRows:
+        from deepinfer.kernels.step_tables import step_tables  # Triton is there where CUDA is
+
+        geometry = self.geometry
+        tables = step_tables(
+            table,
+            block_tables,
+            self.plain_frequencies,
+            self.compressed_frequencies,
+            keys_first=keys_first,
+            ratios=self.ratios,
+            window=geometry.window,
+            ring_length=geometry.ring_length,
+            pair_ring_length=geometry.pair_ring_length,
+            block_tokens=BLOCK_TOKENS,
+        )
+        streams = {
+            ratio: DeviceStream(
+                ratio,
+                BLOCK_TOKENS // ratio,
+                found.num_visible,
+                found.emit_slot,
+                found.entry_angles,
+                found.partner,
+                found.pair_store_slot,
+            )
+            for ratio, found in tables.streams.items()
+        }
+        return DeviceRows(
+            token_ids=table[Column.TOKEN],
+            positions=table[Column.POSITION],
+            sequence=table[Column.SEQUENCE],
+            block_tables=block_tables,
+            ring_slot=tables.ring_slot,
+            keys_first=keys_first,
+            window_index=tables.window_index,
+            plain_angles=tables.plain_angles,
+            compressed_angles=tables.compressed_angles,
+            streams=streams,
+            spans=None if spans is None else tuple(spans),
+        )
+
+    def reference(
+        self, table: Tensor, block_tables: Tensor, keys_first: bool, spans: Sequence[ChunkSpan] | None = None
+    ) -> DeviceRows:
+        """:meth:`expand` in PyTorch: the meaning of the kernel."""
         geometry = self.geometry
         position, slot = table[Column.POSITION], table[Column.SLOT]
         is_live = position >= 0

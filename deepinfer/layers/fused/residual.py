@@ -1,4 +1,4 @@
-"""The residual streams in flight, and the hyper-connection of one sublayer in two launches (spec 4.2).
+"""The residual streams in flight, and the hyper-connection of one sublayer in one or two launches (spec 4.2).
 
 A sublayer's output is not written when it is known but when the next sublayer reads: one kernel then writes, reads and
 makes the partial sums of the next mixes while the streams pass through the registers once.
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.hyper_connection import Mixes, Update, hc_finish, hc_write_read
+from deepinfer.kernels.hyper_connection import Mixes, Update, hc_write_read
+from deepinfer.kernels.hyper_connection_fused import hc_enter, new_counters
 from deepinfer.layers.fused.weights import PackedSource
 
 
@@ -68,6 +69,8 @@ class HyperConnection:
         self.base = weights.fp32(f"hc_{kind}_base")
         self.norm = weights.bf16(f"{kind}_norm.weight")
         self.wants_codes = wants_codes
+        self.counters: Tensor | None = new_counters(weights.device)
+        """Where the programs of a single launch wait for one another; None: always two launches."""
 
     def enter(self, residual: Residual, features: list[Tensor] | None = None) -> SublayerInput:
         """Write what is pending, read the sublayer's input, and leave the mixes for its output in ``residual``.
@@ -75,29 +78,24 @@ class HyperConnection:
         Args:
             features: gets the mean of the streams, ``[rows, hidden]`` bf16.
         """
-        read = hc_write_read(
+        read, finished = hc_enter(
             residual.trunk,
             residual.read_mix,
             self.fn,
-            residual.update,
-            residual.mixes if residual.update is not None else None,
-            wants_feature=features is not None,
-        )
-        if features is not None and read.feature is not None:
-            features.append(read.feature)
-        assert read.partial is not None
-        assert read.h is not None
-        finished = hc_finish(
-            read.partial,
-            read.h,
             self.norm,
             self.scale,
             self.base,
             self.norm_eps,
             self.hc_eps,
             self.iterations,
+            residual.update,
+            residual.mixes if residual.update is not None else None,
+            counters=self.counters,
+            wants_feature=features is not None,
             wants_codes=self.wants_codes,
         )
+        if features is not None and read.feature is not None:
+            features.append(read.feature)
         assert finished.mixes is not None
         assert finished.xq is not None
         residual.trunk, residual.update, residual.mixes = read.trunk, None, finished.mixes
