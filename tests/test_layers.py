@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": BASE | {"ops", "checkpoint"},
     "layers": BASE | {"platforms", "ops", "kernels", "checkpoint"},
     "models": MODEL - {"models"},
-    "sampling": BASE | {"messages", "ops"},
+    "sampling": BASE | {"messages", "ops", "kernels"},
     "observe": BASE | {"platforms"},
     "speculative": BASE | {"sampling"},
     "structured": BASE | {"tokenizer", "sampling"},

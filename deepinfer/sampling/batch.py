@@ -57,6 +57,26 @@ class RowGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class RowParameters:
+    """What the device's sampler wants to know of every row, ``[rows]`` each; see :mod:`deepinfer.kernels.sampling`."""
+
+    kind: Tensor
+    """int32, the number of the row's :class:`Kind`."""
+    temperature: Tensor
+    """float32, 1 in greedy rows."""
+    min_log_p: Tensor
+    """float32"""
+    top_p: Tensor
+    """float64"""
+    top_k: Tensor
+    """int32, the vocabulary's size for off."""
+    seeds: Tensor
+    """int64"""
+    truncates: bool
+    """Whether any row is truncated."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowConstants:
     """What depends only on which sequences are in which rows."""
 
@@ -71,6 +91,8 @@ class RowConstants:
     """Rows that have tokens banned at the start of the output."""
     golden_rows: tuple[int, ...]
     penalty_rows: tuple[int, ...]
+    parameters: RowParameters | None = None
+    """On a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +208,25 @@ class SamplingBatchBuilder:
             early_rows=tuple(row for row, state in enumerate(states) if state.early_bans),
             golden_rows=tuple(row for row, each in enumerate(params) if each.golden_token_ids),
             penalty_rows=tuple(row for row, state in enumerate(states) if state.counts is not None),
+            parameters=self._parameters(states) if self.device.type == "cuda" else None,
+        )
+
+    def _parameters(self, states: Sequence[SamplingState]) -> RowParameters:
+        kinds = [_kind_of(state, self.vocab_size) for state in states]
+        params = [state.params for state in states]
+        numbers = {kind: number for number, kind in enumerate(Kind)}
+
+        def column(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
+            return to_device(np.asarray(values, dtype=dtype), self.device)
+
+        return RowParameters(
+            kind=column([numbers[kind] for kind in kinds], np.int32),
+            temperature=column([1.0 if each.is_greedy else each.temperature for each in params], np.float32),
+            min_log_p=column([math.log(each.min_p) if each.min_p else -math.inf for each in params], np.float32),
+            top_p=column([each.top_p for each in params], np.float64),
+            top_k=column([_top_k(each.top_k, self.vocab_size) for each in params], np.int32),
+            seeds=column([state.seed_int64 for state in states], np.int64),
+            truncates=Kind.TRUNCATED in kinds,
         )
 
     def _parts(self, rows: list[int]) -> list[list[int]]:
@@ -207,7 +248,7 @@ class SamplingBatchBuilder:
         truncated = kind is Kind.TRUNCATED
         # A min_p of 0 drops nothing, which as a logarithm is -inf.
         min_log_p = [math.log(each.min_p) if each.min_p else -math.inf for each in params]
-        top_k = [min(each.top_k, self.vocab_size) if each.top_k > 0 else self.vocab_size for each in params]
+        top_k = [_top_k(each.top_k, self.vocab_size) for each in params]
 
         def column(values: list[float] | list[int], dtype: type[np.generic], is_used: bool) -> Tensor | None:
             return to_device(np.asarray(values, dtype=dtype), self.device) if is_used else None
@@ -239,3 +280,7 @@ def kind_of(state: SamplingState, vocab_size: int) -> Kind:
         return Kind.GREEDY
     is_truncated = params.top_p < 1.0 or 0 < params.top_k < vocab_size
     return Kind.TRUNCATED if is_truncated else Kind.FULL
+
+
+def _top_k(top_k: int, vocab_size: int) -> int:
+    return min(top_k, vocab_size) if top_k > 0 else vocab_size

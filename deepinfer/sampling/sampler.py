@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from deepinfer.sampling.processors import process
 from deepinfer.sampling.random import gumbel_noise, gumbel_noise_at
 from deepinfer.sampling.transfer import pinned_copy, to_device
 from deepinfer.sampling.truncation import MAX_VOCAB, Kept, first_argmax, keep_top
+
+if TYPE_CHECKING:
+    from deepinfer.sampling.device_choice import DeviceChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Sampler:
         assert all(0 <= token < vocab_size for token in banned_ids), f"{banned_ids=} for {vocab_size=}"
         self.vocab_size = vocab_size
         ids = np.unique(np.asarray(banned_ids, dtype=np.int64))
+        self._device_choice: DeviceChoice | None = None
         self._banned_ids = to_device(ids, device or torch.device("cpu")) if len(ids) else None
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
@@ -89,6 +93,8 @@ class Sampler:
         assert tuple(logits.shape) == expected, f"{tuple(logits.shape)=}, {expected=}"
         assert logits.dtype == torch.float32, f"{logits.dtype=}"
         logits = logits.contiguous()
+        if batch.constants.parameters is not None and not batch.constants.wants_logprobs:
+            return self._choose_on_device(logits, batch)
         raw_max = logits.amax(-1)  # NaN if there is one in the row
         is_bad = ~raw_max.isfinite()
         processed = process(logits, batch, self._banned_ids)
@@ -117,6 +123,16 @@ class Sampler:
             report.top_logprobs,
             batch.constants.top_counts,
         )
+
+    def _choose_on_device(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+        if self._device_choice is None:
+            from deepinfer.sampling.device_choice import DeviceChoice  # the kernels are there where a GPU is
+
+            self._device_choice = DeviceChoice(self.vocab_size, logits.device)
+        token_ids, is_bad = self._device_choice.sample(process(logits, batch, self._banned_ids), batch)
+        if batch.forced is not None:
+            token_ids = torch.where((batch.forced >= 0) & ~is_bad, batch.forced, token_ids)
+        return SamplerOutput(token_ids, is_bad, None, None, None, None, ())
 
     def distributions(self, logits: Tensor, batch: SamplingBatch) -> Iterator[tuple[RowGroup, Tensor]]:
         """What :meth:`sample` draws from, a group of rows at a time; teacher forcing is left to the caller.
