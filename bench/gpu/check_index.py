@@ -23,6 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from deepinfer.kernels import index_scores_cuda, topk_cuda
 from deepinfer.kernels.compressor import publish_entries, publish_index_keys
 from deepinfer.kernels.index_query import index_query
 from deepinfer.kernels.index_scores import score_chunks, score_rows
@@ -211,6 +212,7 @@ def check_scores() -> None:
         return out
 
     first = scored(score_rows)
+    guarded("cuda scores", lambda: check_cuda_scores(scored, first))
     if not is_warming:
         store = RecordStore(IndexKeyRecord(WIDTH), keys)
         differing, larger, total = 0, 0, 0
@@ -232,6 +234,16 @@ def check_scores() -> None:
         same(f"rows {options}", scored(score_rows, **options), first)
     for geometry in [*CHUNK_GEOMETRIES, {"tile_entries": 64, "tile_rows": 2, "group_rows": 8, "num_warps": 4}]:
         guarded(f"chunks {geometry}", lambda g=geometry: same(f"chunks {g}", scored(score_chunks, **g), first))
+
+
+def check_cuda_scores(scored: Callable[..., Tensor], triton_keys: Tensor) -> None:
+    keys = scored(index_scores_cuda.score_rows)
+    if not is_warming:
+        difference = (keys.int() - triton_keys.int()).abs()
+        share, larger = (difference > 0).double().mean().item(), (difference > 1).double().mean().item()
+        report("cuda scores against triton", share < 0.01 and larger < 2e-3, f"share {share:.1e}, more {larger:.1e}")
+    for ctas in (1, 33, 500):
+        same(f"cuda rows {ctas} CTAs", scored(index_scores_cuda.score_rows, num_ctas=ctas), keys)
 
 
 def same(name: str, got: Tensor, expected: Tensor) -> None:
@@ -262,7 +274,30 @@ def check_radix() -> None:
             expected = reference.top_blocks(scores[row, None], visible[row, None].long(), 8, 2048)
             bad_blocks += int(not torch.equal(blocks[row].long(), padded(expected, 2048)[0]))
         report(f"radix {rows}x{capacity} spread {spread}", bad == 0, f"{bad} rows wrong")
+        guarded(
+            f"cuda radix {rows}x{capacity}",
+            lambda o=(keys, visible, sequence, table), e=(slots, entries, blocks): check_cuda_radix(*o, *e),
+        )
         report(f"radix blocks {rows}x{capacity} spread {spread}", bad_blocks == 0, f"{bad_blocks} rows wrong")
+
+
+def check_cuda_radix(
+    keys: Tensor, visible: Tensor, sequence: Tensor, table: Tensor, slots: Tensor, entries: Tensor, blocks: Tensor
+) -> None:
+    if keys.shape[1] % 8:
+        keys = torch.nn.functional.pad(keys, (0, 8 - keys.shape[1] % 8), value=32767)
+    for cluster in (None, 1, 2, 8):
+        for threads in (256, 512):
+            got, got_entries = torch.full_like(slots, 99), torch.full_like(slots, 99)
+            got_blocks = torch.full_like(blocks, 99)
+            topk_cuda.select(
+                keys, visible, TOPK, got, got_entries, 1, sequence, table, PER_BLOCK, None, 8, cluster, threads, 2048
+            )
+            topk_cuda.select(
+                keys, visible, blocks.shape[1], None, got_blocks, 8, cluster=cluster, threads=threads, short=1024
+            )
+            ok = torch.equal(got, slots), torch.equal(got_entries, entries), torch.equal(got_blocks, blocks)
+            report(f"cuda radix {tuple(keys.shape)} cluster {cluster} threads {threads}", all(ok), str(ok))
 
 
 def check_publish() -> None:
@@ -310,8 +345,6 @@ def check_publish() -> None:
 
 ROW_GEOMETRIES = [
     {"tile_entries": 64, "num_warps": 4, "num_programs": 528},
-    {"tile_entries": 64, "num_warps": 4, "num_programs": 264},
-    {"tile_entries": 64, "num_warps": 8, "num_programs": 264},
     {"tile_entries": 128, "num_warps": 8, "num_programs": 264},
 ]
 CHUNK_GEOMETRIES = [
@@ -364,28 +397,28 @@ def decode_time(keys: Tensor, context: int, rows: int) -> None:
     scores = torch.empty((rows, context), dtype=torch.int16, device=CUDA)
     slots = torch.empty((rows, TOPK), dtype=torch.int32, device=CUDA)
     name = f"ctx {context} B {rows}"
-    best = ROW_GEOMETRIES if rows in (1, 64, 256) else ROW_GEOMETRIES[:1]
-    for geometry in best:
+    operands = (sequence, visible, scores, TOPK, PER_BLOCK)
+    for ctas in (264, 132):
         us = timed(
             [
-                lambda t=table, g=geometry: score_rows(
-                    query, weights, keys, t, sequence, visible, scores, TOPK, PER_BLOCK, **g
-                )
-                for table in tables
+                lambda t=t, c=ctas: index_scores_cuda.score_rows(query, weights, keys, t, *operands, num_ctas=c)
+                for t in tables
             ]
         )
+        timing(f"score_rows {name} [cuda {ctas}]", us, floor)
+    for geometry in ROW_GEOMETRIES if rows in (1, 64, 256) else ():
+        us = timed([lambda t=t, g=geometry: score_rows(query, weights, keys, t, *operands, **g) for t in tables])
         label = "/".join(str(value) for value in geometry.values())
-        timing(f"score_rows {name} [{label}]", us, floor)
-    for block, warps in ((2048, 8), (1024, 4)) if rows in (1, 64) else ((2048, 8),):
-        us = timed(
-            [
-                lambda b=block, w=warps, t=tables[0]: select_entries(
-                    scores, visible, sequence, t, PER_BLOCK, slots, block=b, num_warps=w
-                )
-            ]
-            * 20
-        )
-        timing(f"select {name} [{block}/{warps}]", us, rows * context * 2 / BYTES_PER_S * 1e6)
+        timing(f"score_rows {name} [triton {label}]", us, floor)
+    floor_select = rows * context * 2 / BYTES_PER_S * 1e6
+    for threads in (256, 512):
+        for cluster in sorted({1, topk_cuda.choose_cluster(rows, context)}):
+            rest = (TOPK, slots, None, 1, sequence, tables[0], PER_BLOCK, None, 8, cluster, threads)
+            us = timed([lambda r=rest: topk_cuda.select(scores, visible, *r)] * 20)
+            timing(f"select {name} [cuda cluster {cluster} threads {threads}]", us, floor_select)
+    if rows in (1, 64):
+        us = timed([lambda: select_entries(scores, visible, sequence, tables[0], PER_BLOCK, slots)] * 10)
+        timing(f"select {name} [triton]", us, floor_select)
     raw = torch.randn(rows, HEADS, WIDTH, device=CUDA).bfloat16()
     cos = torch.rand(rows, 32, device=CUDA)
     sin = torch.rand(rows, 32, device=CUDA)
@@ -417,8 +450,12 @@ def candidate_time(keys: Tensor, context: int, rows: int) -> None:
     visible = torch.full((rows,), context, dtype=torch.int32, device=CUDA)
     scores = torch.randint(-30000, 30000, (rows, context), dtype=torch.int16, device=CUDA)
     blocks = torch.empty((rows, CANDIDATES[1]), dtype=torch.int32, device=CUDA)
+    floor = rows * context * 2 / BYTES_PER_S * 1e6
     us = timed([lambda: select_blocks(scores, visible, CANDIDATES[0], blocks)] * 8)
-    timing(f"select_blocks ctx {context} B {rows}", us, rows * context * 2 / BYTES_PER_S * 1e6)
+    timing(f"select_blocks ctx {context} B {rows} [triton]", us, floor)
+    for threads in (256, 512):
+        us = timed([lambda t=threads: topk_cuda.select(scores, visible, CANDIDATES[1], None, blocks, 8, threads=t)] * 8)
+        timing(f"select_blocks ctx {context} B {rows} [cuda {threads}]", us, floor)
 
     def whole(table: Tensor) -> None:
         view = IndexView(table, sequence, visible, PER_BLOCK)
@@ -455,16 +492,10 @@ def prefill_time(keys: Tensor, context: int, rows: int) -> None:
 
             label = "/".join(str(value) for value in geometry.values())
             guarded(label, lambda n=label, f=launch: timing(f"score_chunks {name} [{n}]", timed([f] * 2), floor))
-        for block, warps in ((2048, 8), (1024, 4), (2048, 4)):
-            us = timed(
-                [
-                    lambda b=block, w=warps: select_entries(
-                        scores, visible, sequence, table, PER_BLOCK, slots, block=b, num_warps=w
-                    )
-                ]
-                * 2
-            )
-            timing(f"select {name} [{block}/{warps}]", us, float(visible.long().sum()) * 2 / BYTES_PER_S * 1e6)
+        for threads in (256, 512):
+            rest = (TOPK, slots, None, 1, sequence, table, PER_BLOCK, None, 8, 1, threads)
+            us = timed([lambda r=rest: topk_cuda.select(scores, visible, *r)] * 2)
+            timing(f"select {name} [cuda {threads}]", us, float(visible.long().sum()) * 2 / BYTES_PER_S * 1e6)
     view = IndexView(table, sequence, visible, PER_BLOCK, context, rows)
     us = timed([lambda: index_full(query, weights, keys, view, TOPK)])
     timing(f"index_full {name}", us, floor)

@@ -303,6 +303,13 @@ def test_candidates_that_keep_every_block_change_nothing(device: torch.device) -
     assert torch.equal(narrowed.slots, full.slots)
 
 
+def test_rows_one_by_one_select_what_chunks_select(device: torch.device) -> None:
+    case = make_case(PREFILL, device)
+    chunks = index_full(case.query, case.weights, case.keys, case.view, 16)
+    rows = index_full(case.query, case.weights, case.keys, case.view, 16, invariant=True)
+    assert torch.equal(chunks.slots, rows.slots)
+
+
 def test_slabs_of_rows_change_nothing(device: torch.device) -> None:
     case = make_case(PREFILL, device, exact=False)
     whole = index_full(case.query, case.weights, case.keys, case.view, 16, (4, 6))
