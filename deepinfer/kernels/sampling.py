@@ -69,6 +69,11 @@ class SamplingRows:
     """int64."""
     positions: Tensor
     """int64: absolute position that the row's token will have."""
+    masks: Tensor | None = None
+    """int32 ``[masks, ceil(vocab / 32)]``: tokens that may be sampled, bit ``i % 32`` of word ``i // 32`` for token i.
+    None: all of them in all rows."""
+    mask_rows: Tensor | None = None
+    """int32 ``[rows]``: which mask a row has."""
 
     def check(self, rows: int) -> None:
         """Assert shapes and dtypes."""
@@ -85,6 +90,11 @@ class SamplingRows:
             tensor = getattr(self, name)
             assert tensor.shape == (rows,), f"{name}: {tensor.shape=}, {rows=}"
             assert tensor.dtype == dtype, f"{name}: {tensor.dtype=}"
+        if self.masks is not None:
+            assert self.masks.dtype == torch.int32, f"{self.masks.dtype=}"
+            assert self.masks.is_contiguous(), f"{self.masks.stride()=}"
+            assert self.mask_rows is not None, "masks without mask_rows"
+            assert self.mask_rows.shape == (rows,), f"{self.mask_rows.shape=}, {rows=}"
 
 
 class SamplingWorkspace:
@@ -162,6 +172,24 @@ def _scores(x, row_max, temperature, min_log_p):
 
 
 @triton.jit
+def _load(row_ptr, ids, vocab, mask_ptr, MASKED: tl.constexpr):
+    """Logits of tokens, -inf outside the vocabulary and where the row's mask has no bit."""
+    x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+    if MASKED:
+        word = tl.load(mask_ptr + ids // 32, mask=ids < vocab, other=0)
+        x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _mask_of(mask_ptr, mask_row_ptr, row, vocab, MASKED: tl.constexpr):
+    """The mask of a row."""
+    if MASKED:
+        mask_ptr += tl.load(mask_row_ptr + row).to(tl.int64) * ((vocab + 31) // 32)
+    return mask_ptr
+
+
+@triton.jit
 def _masses(scores):
     """Integer masses. libdevice has the ``exp`` that torch uses on a GPU; Triton's own is less accurate."""
     if _HAS_LIBDEVICE:
@@ -187,6 +215,8 @@ def _maximum_kernel(
     logits_ptr,
     kind_ptr,
     top_k_ptr,
+    mask_ptr,
+    mask_row_ptr,
     maxima_ptr,
     group_ptr,
     list_size_ptr,
@@ -195,6 +225,7 @@ def _maximum_kernel(
     num_blocks,
     num_groups,
     blocks_per_split,
+    MASKED: tl.constexpr,
     TRUNCATES: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -203,13 +234,18 @@ def _maximum_kernel(
     offsets = tl.arange(0, BLOCK)
     if TRUNCATES:
         needs_groups = (tl.load(kind_ptr + row) == 2) & (tl.load(top_k_ptr + row) <= num_groups)
+    mask_ptr = _mask_of(mask_ptr, mask_row_ptr, row, vocab, MASKED)
     first = split * blocks_per_split
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
     for block in range(first, tl.minimum(first + blocks_per_split, num_blocks)):
         ids = block * BLOCK + offsets
-        x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf"))
-        x = tl.where(x != x, float("inf"), x)  # both make a row bad
+        raw = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf"))
+        x = raw
+        if MASKED:
+            x = _load(logits_ptr + row * stride, ids, vocab, mask_ptr, MASKED)
+        # NaN and +inf make a row bad, masked or not.
+        x = tl.where((raw != raw) | (raw == float("inf")), float("inf"), x)
         is_larger = x > largest
         largest = tl.where(is_larger, x, largest)
         where = tl.where(is_larger, ids, where)
@@ -264,6 +300,8 @@ def _race_kernel(
     seed_ptr,
     position_ptr,
     table_ptr,
+    mask_ptr,
+    mask_row_ptr,
     maxima_ptr,
     group_ptr,
     best_ptr,
@@ -280,6 +318,7 @@ def _race_kernel(
     num_groups,
     blocks_per_split,
     splits,
+    MASKED: tl.constexpr,
     TRUNCATES: tl.constexpr,
     PURPOSE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -306,6 +345,7 @@ def _race_kernel(
                 floor = _top_k_floor(group_ptr, row, num_groups, top_k, GROUPS)
                 floor = _scores(floor, row_max, temperature, float("-inf"))
         key = row_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), PURPOSE)
+        mask_ptr = _mask_of(mask_ptr, mask_row_ptr, row, vocab, MASKED)
         offsets = tl.arange(0, BLOCK)
         steps = (offsets + 1).to(tl.uint64) * GOLDEN
         # The most likely token has score 0: whoever wins is not behind it.
@@ -318,7 +358,7 @@ def _race_kernel(
         base = key + (first * BLOCK).to(tl.uint64) * GOLDEN
         for block in range(first, tl.minimum(first + blocks_per_split, num_blocks)):
             ids = block * BLOCK + offsets
-            x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf"))
+            x = _load(logits_ptr + row * stride, ids, vocab, mask_ptr, MASKED)
             scores = _scores(x, row_max, temperature, min_log_p)
             if TRUNCATES:
                 if needs_mass:
@@ -355,13 +395,25 @@ def _order_key_of(logits_row_ptr, token, row_max, temperature, min_log_p):
 
 
 @triton.jit
-def _next_link(logits_row_ptr, table_ptr, key, link, row_max, temperature, min_log_p, vocab, BLOCK: tl.constexpr):
+def _next_link(
+    logits_row_ptr,
+    table_ptr,
+    mask_ptr,
+    key,
+    link,
+    row_max,
+    temperature,
+    min_log_p,
+    vocab,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Order key of the winner among the tokens before ``link``, by reading the whole row."""
     offsets = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], _LOWEST, tl.int64)
     for block in range(tl.cdiv(vocab, BLOCK)):
         ids = block * BLOCK + offsets
-        x = tl.load(logits_row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+        x = _load(logits_row_ptr, ids, vocab, mask_ptr, MASKED)
         scores = _scores(x, row_max, temperature, min_log_p)
         allowed = (_key(scores, ids) > link) & (scores > float("-inf"))
         if tl.max(allowed.to(tl.int32), axis=0) > 0:
@@ -371,14 +423,25 @@ def _next_link(logits_row_ptr, table_ptr, key, link, row_max, temperature, min_l
 
 
 @triton.jit
-def _before_link(logits_row_ptr, link, row_max, temperature, min_log_p, vocab, needs_mass, BLOCK: tl.constexpr):
+def _before_link(
+    logits_row_ptr,
+    mask_ptr,
+    link,
+    row_max,
+    temperature,
+    min_log_p,
+    vocab,
+    needs_mass,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Mass and number of the tokens before ``link``, by reading the whole row."""
     offsets = tl.arange(0, BLOCK)
     mass = tl.zeros([BLOCK], tl.int64)
     count = tl.zeros([BLOCK], tl.int32)
     for block in range(tl.cdiv(vocab, BLOCK)):
         ids = block * BLOCK + offsets
-        x = tl.load(logits_row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+        x = _load(logits_row_ptr, ids, vocab, mask_ptr, MASKED)
         scores = _scores(x, row_max, temperature, min_log_p)
         is_before = _key(scores, ids) > link
         count += is_before.to(tl.int32)
@@ -398,6 +461,8 @@ def _chain_kernel(
     seed_ptr,
     position_ptr,
     table_ptr,
+    mask_ptr,
+    mask_row_ptr,
     maxima_ptr,
     best_ptr,
     mass_ptr,
@@ -413,6 +478,7 @@ def _chain_kernel(
     num_blocks,
     blocks_per_split,
     splits,
+    MASKED: tl.constexpr,
     PURPOSE: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOW_BLOCK: tl.constexpr,
@@ -423,6 +489,7 @@ def _chain_kernel(
     is_bad = tl.load(bad_ptr + row) != 0
     if (tl.load(kind_ptr + row) == 2) & (is_bad == 0):
         row_ptr = logits_ptr + row * stride
+        mask_ptr = _mask_of(mask_ptr, mask_row_ptr, row, vocab, MASKED)
         row_max = _value_of((_row_maximum(maxima_ptr, row, num_blocks, splits, SPLITS) >> 32).to(tl.int32))
         temperature, min_log_p = tl.load(temperature_ptr + row), tl.load(min_log_p_ptr + row)
         top_p, top_k = tl.load(top_p_ptr + row), tl.load(top_k_ptr + row)
@@ -454,7 +521,7 @@ def _chain_kernel(
         first = split * blocks_per_split
         for block in range(first, tl.minimum(first + blocks_per_split, num_blocks)):
             ids = block * BLOCK + offsets
-            x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+            x = _load(row_ptr, ids, vocab, mask_ptr, MASKED)
             scores = _scores(x, row_max, temperature, min_log_p)
             keys = _key(scores, ids)
             count_0 += (keys > link_0).to(tl.int32)
@@ -497,12 +564,12 @@ def _chain_kernel(
                 key = row_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), PURPOSE)
                 while is_kept == 0:
                     link = _next_link(
-                        row_ptr, table_ptr, key, link, row_max, temperature, min_log_p, vocab,
-                        SLOW_BLOCK,
+                        row_ptr, table_ptr, mask_ptr, key, link, row_max, temperature, min_log_p, vocab,
+                        MASKED, SLOW_BLOCK,
                     )  # fmt: skip
                     before, count = _before_link(
-                        row_ptr, link, row_max, temperature, min_log_p, vocab,
-                        needs_mass, SLOW_BLOCK,
+                        row_ptr, mask_ptr, link, row_max, temperature, min_log_p, vocab, needs_mass,
+                        MASKED, SLOW_BLOCK,
                     )  # fmt: skip
                     is_kept = ((before <= limit) & (count < top_k)).to(tl.int32)
             tl.store(token_ptr + row, _id_of(link).to(tl.int64))
@@ -541,14 +608,14 @@ def sample(
     """One token per row, as :meth:`deepinfer.sampling.sampler.Sampler.sample` chooses it.
 
     Args:
-        logits: float32 ``[rows, vocab]`` after masks, biases and penalties; unit stride in a row. Not changed.
+        logits: float32 ``[rows, vocab]`` after biases and penalties; unit stride in a row. Not changed.
         rows: parameters of the rows.
         workspace: large enough; not used by another call at the same time.
         truncates: whether a row may be :data:`TRUNCATED` (known on the host); without, its launch is left out.
         token_ids: int64 ``[rows]``, for the result; is_bad: bool ``[rows]``.
         purpose: of the noise, a :class:`deepinfer.sampling.random.Purpose`.
     Returns:
-        token ids (0 in bad rows), and which rows are bad: they have NaN or +inf, or no finite logit.
+        token ids (0 in bad rows), and which rows are bad: they have NaN or +inf anywhere, or no token is left.
     """
     num_rows, vocab = logits.shape
     assert logits.dtype == torch.float32, f"{logits.dtype=}"
@@ -563,6 +630,7 @@ def sample(
     if num_rows == 0:
         return token_ids, is_bad
     w = workspace
+    masks = (rows.kind, rows.kind) if rows.masks is None else (rows.masks, rows.mask_rows)
     splits, blocks = w.splits_of(num_rows)
     grid = (num_rows, splits)
     sizes = {"stride": logits.stride(0), "vocab": vocab, "num_blocks": w.num_blocks, "blocks_per_split": blocks}
@@ -570,11 +638,13 @@ def sample(
         logits,
         rows.kind,
         rows.top_k,
+        *masks,
         w.maxima,
         w.group_maxima,
         w.list_size,
         num_groups=w.num_groups,
         **sizes,
+        MASKED=rows.masks is not None,
         TRUNCATES=truncates,
         BLOCK=_BLOCK,
         GROUP=_GROUP,
@@ -582,6 +652,7 @@ def sample(
     )
     per_row = (rows.kind, rows.temperature, rows.min_log_p, rows.top_p, rows.top_k, rows.seeds, rows.positions)
     constants = {
+        "MASKED": rows.masks is not None,
         "PURPOSE": purpose,
         "BLOCK": _BLOCK,
         "SPLITS": triton.next_power_of_2(splits),
@@ -593,6 +664,7 @@ def sample(
         logits,
         *per_row,
         w.table,
+        *masks,
         w.maxima,
         w.group_maxima,
         w.best,
@@ -615,6 +687,7 @@ def sample(
             logits,
             *per_row,
             w.table,
+            *masks,
             w.maxima,
             w.best,
             w.mass,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,6 +184,32 @@ def test_noise_is_exact_and_below_its_bound(device, table):
     assert bool((bound >= noise).all())
     ordinary = slice(4096, None)
     assert float((bound - noise)[ordinary].clamp_max(20)[bits[ordinary] < 0].max()) < 1.0  # the table's upper half
+
+
+def test_masks_take_tokens_away(device, table):
+    params = every_kind()
+    rows, vocab = len(params), 1300
+    logits = random_logits(rows, vocab, device)
+    logits[3, 10] = math.nan  # masked, and the row is bad all the same
+    generator = torch.Generator().manual_seed(0)
+    masks = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), generator=generator, dtype=torch.int64)
+    masks = masks.to(torch.int32)
+    masks[0] = -1
+    masks[1, 1:] = 0  # few tokens
+    mask_rows = torch.arange(rows, dtype=torch.int32) % 3
+    allowed = ((masks[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1).flatten(1)[:, :vocab].bool()
+    allowed[mask_rows[3].long(), 10] = False
+    masks[mask_rows[3].long(), 0] &= ~(1 << 10)
+    states, positions = states_of(params, vocab), list(range(rows))
+    masked = logits.cpu().masked_fill(~allowed[mask_rows.long()], -math.inf)
+    expected = Sampler(vocab).sample(masked, SamplingBatch.build(states, positions))
+    arguments = replace(
+        device_rows(states, positions, vocab, device), masks=masks.to(device), mask_rows=mask_rows.to(device)
+    )
+    tokens, is_bad = sample(logits, arguments, SamplingWorkspace(rows, vocab, table), truncates=True)
+    good = torch.arange(rows) != 3
+    assert torch.equal(tokens.cpu()[good], expected.token_ids[good])
+    assert is_bad.tolist() == [row == 3 for row in range(rows)]
 
 
 def test_strided_logits_and_given_outputs(device, table):
