@@ -212,7 +212,7 @@ class SamplingBatchBuilder:
         )
 
     def _parameters(self, states: Sequence[SamplingState]) -> RowParameters:
-        kinds = [_kind_of(state, self.vocab_size) for state in states]
+        kinds = [kind_of(state, self.vocab_size) for state in states]
         params = [state.params for state in states]
         numbers = {kind: number for number, kind in enumerate(Kind)}
 
