@@ -18,6 +18,7 @@ _THREADS = 384
 MAX_SPLITS = 8
 
 
+@functools.cache
 def accepts(heads: int, head_dim: int, rope_width: int, device: torch.device) -> bool:
     """Whether the kernel covers the model's widths and runs on ``device``."""
     return head_dim == 512 and heads <= 64 and rope_width % 8 == 0 and rope_width <= 256 and nvrtc.is_available(device)
@@ -43,6 +44,7 @@ def launch(
     rows, heads, _ = q.shape
     if rows == 0:
         return
+    assert (q.stride(0) % 8, q.data_ptr() % 16) == (0, 0), f"rows of q are not aligned to 16 bytes: {q.stride()}"
     defines = definitions(heads, 2 * cos.shape[1], fp4, splits, split_weights)
     shared_bytes = 3 * _TILE_BYTES + (1 + split_weights) * _WEIGHT_BYTES + _SMALL_BYTES
     kernel = nvrtc.load_kernel(SOURCE, "sparse_attention", defines, q.device, shared_bytes=shared_bytes)

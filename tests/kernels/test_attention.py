@@ -116,7 +116,7 @@ def assert_near(actual: Tensor, expected: Tensor, one_part: bool) -> None:
 SHAPES = [
     {"rows": 1},
     {"rows": 3, "heads": 3, "window": 21, "selected": 70},
-    {"rows": 7, "selected": 0},
+    {"rows": 7, "selected": 0, "dim": 64},
     {"rows": 3, "entry_format": "fp8", "heads": 6, "window": 5, "selected": 9},
     {"rows": 2, "dim": 96, "rope_width": 64, "heads": 17},
     {"rows": 2, "dim": 512, "rope_width": 64, "heads": 2, "window": 70, "sharp": 0.5},

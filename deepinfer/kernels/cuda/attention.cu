@@ -397,9 +397,9 @@ __device__ __forceinline__ void produce(const Arguments& a, Small& small, u32 sh
         load_fp8(unit, record, side, 1);
         expand_fp8(unit, tile, key, side, 1);
       }
-      load_next();
       fence_for_tensor_cores();
       warp_arrive(&small.key_full[buffer]);
+      load_next();
       if (block == range.begin) {
         complete_query(a, shared + AT_QUERY, row, thread);
         warp_arrive(&small.query_full);
