@@ -66,23 +66,34 @@ def _write_read_kernel(
     trunk, update, shared, experts, write_mix, stream_mix, read_mix, fn, new_trunk, h, partial, feature,
     num_rows, hidden, mix_stride, read_stride, record_stride,
     M: tl.constexpr, KIND: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
-    S: tl.constexpr, ROW_TILES: tl.constexpr,
+    S: tl.constexpr, ROW_TILES: tl.constexpr, LOADS_FIRST: tl.constexpr,
 ):  # fmt: skip
     slice_id = tl.program_id(0)
     columns = slice_id * S + tl.arange(0, S)
     if h is not None:
         fn_tiles = stages.load_fn(fn, columns, hidden, M, WIDTH)
+        if ROW_TILES > 1:
+            fn_parts = stages.split_fn(fn_tiles, M)
     for tile in tl.range(ROW_TILES):
         row = (tl.program_id(1) * ROW_TILES + tile) * 16 + tl.arange(0, 16)
         mask = (row < num_rows)[:, None] & (columns < hidden)[None, :]
-        # All loads before the first store: the compiler moves none across a store.
         if h is not None:
             reads = stages.load_mix(read_mix, row, num_rows, read_stride, M)
         streams = stages.load_streams(trunk, row, columns, mask, hidden, M)
         if KIND != 0:
             writes = stages.load_mix(write_mix, row, num_rows, mix_stride, M)
             mixes = stages.load_mix(stream_mix, row, num_rows, mix_stride, M * M)
-            output = stages.load_update(update, shared, experts, row, columns, mask, num_rows, hidden, KIND, K)
+            parts, chosen = stages.load_update(
+                update, shared, experts, row, columns, mask, num_rows, hidden, KIND, K
+            )  # fmt: skip
+        if LOADS_FIRST:
+            tl.debug_barrier()  # a fence for the compiler: every load is on its way before any is waited for
+        if h is not None and ROW_TILES == 1:
+            fn_parts = stages.split_fn(fn_tiles, M)
+        if KIND == 0:
+            streams = stages.all_in_place(streams, M)
+        else:
+            output = stages.sum_update(parts, chosen, KIND)
             streams = stages.write_streams(streams, output, writes, mixes, M)
             stages.store_streams(new_trunk, streams, row, columns, mask, hidden, M)
         offsets = row.to(tl.int64)[:, None] * hidden + columns[None, :]
@@ -94,7 +105,7 @@ def _write_read_kernel(
             of_trunk = stages.squares(streams[0])
             for stream in tl.static_range(1, M):
                 of_trunk += stages.squares(streams[stream])
-            products = stages.mix_products(streams, fn_tiles, M, WIDTH)
+            products = stages.mix_products(streams, fn_parts, M, WIDTH)
             stages.store_partial(
                 partial, row, num_rows, products, stages.squares(read), of_trunk, slice_id, record_stride,
                 SLICES, M, WIDTH,
@@ -147,7 +158,7 @@ def hc_write_read(
         trunk, *pointers, *mix_pointers(mixes), read_mix, fn, new_trunk, h, partial, feature,
         rows, hidden, mixes.write.stride(0) if mixes else 0, 0 if read_mix is None else read_mix.stride(0), stride,
         M=streams, KIND=kind, K=parts, WIDTH=mix_width(streams), SLICES=num_slices,
-        S=tile.columns, ROW_TILES=row_tiles, num_warps=tile.num_warps,
+        S=tile.columns, ROW_TILES=row_tiles, LOADS_FIRST=tile.num_stages == 1, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
     return WriteRead(new_trunk, h, None if partial is None else PartialSums(partial, num_slices), feature)

@@ -38,8 +38,9 @@ def _finish_kernel(
     part = tl.program_id(1)
     record = partial + row * record_stride
     if part == PARTS:
+        factor, offset = stages.load_parameters(scale, base, M, WIDTH)
         stages.finish_mixes(
-            record, scale, base, mixes + row * (2 + M) * M, hidden, norm_eps, hc_eps,
+            record, factor, offset, mixes + row * (2 + M) * M, hidden, norm_eps, hc_eps,
             ITERATIONS, M, WIDTH, SLICES, SLICES_P2,
         )  # fmt: skip
     else:
@@ -49,7 +50,10 @@ def _finish_kernel(
         offsets = row * hidden + columns
         wide = tl.load(h + offsets, mask, other=0.0).to(tl.float32)
         weight = tl.load(norm_weight + columns, mask, other=0.0).to(tl.float32)
-        square = stages.sum_of_slices(record + SLICES * WIDTH, SLICES, SLICES_P2)
+        index = tl.arange(0, SLICES_P2)
+        squares = tl.load(record + SLICES * WIDTH + index, index < SLICES, other=0.0)
+        tl.debug_barrier()  # a fence for the compiler: every load is on its way before any is waited for
+        square = stages.sum_exactly(squares, 0)
         normed = (wide * tl.rsqrt(square / hidden + norm_eps) * weight).to(tl.bfloat16)
         tl.store(x + offsets, normed, mask)
         if xq is not None or codes is not None:

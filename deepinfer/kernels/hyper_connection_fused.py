@@ -64,11 +64,18 @@ def _enter_kernel(
     fn_tiles = stages.load_fn(fn, columns, hidden, M, WIDTH)
     reads = stages.load_mix(read_mix, row, num_rows, read_stride, M)
     weight = tl.load(norm_weight + columns, columns < hidden, other=0.0).to(tl.float32)
+    factor, offset = stages.load_parameters(scale, base, M, WIDTH)
     streams = stages.load_streams(trunk, row, columns, mask, hidden, M)
     if KIND != 0:
         writes = stages.load_mix(write_mix, row, num_rows, mix_stride, M)
         weights = stages.load_mix(stream_mix, row, num_rows, mix_stride, M * M)
-        output = stages.load_update(update, shared, experts, row, columns, mask, num_rows, hidden, KIND, K)
+        parts, chosen = stages.load_update(update, shared, experts, row, columns, mask, num_rows, hidden, KIND, K)
+    tl.debug_barrier()  # a fence for the compiler: every load is on its way before any is waited for
+    fn_parts = stages.split_fn(fn_tiles, M)
+    if KIND == 0:
+        streams = stages.all_in_place(streams, M)
+    else:
+        output = stages.sum_update(parts, chosen, KIND)
         streams = stages.write_streams(streams, output, writes, weights, M)
         stages.store_streams(new_trunk, streams, row, columns, mask, hidden, M)
     offsets = row.to(tl.int64)[:, None] * hidden + columns[None, :]
@@ -78,7 +85,7 @@ def _enter_kernel(
     of_trunk = stages.squares(streams[0])
     for stream in tl.static_range(1, M):
         of_trunk += stages.squares(streams[stream])
-    products = stages.mix_products(streams, fn_tiles, M, WIDTH)
+    products = stages.mix_products(streams, fn_parts, M, WIDTH)
     stages.store_partial(
         partial, row, num_rows, products, stages.squares(read), of_trunk, slice_id, record_stride, SLICES, M, WIDTH
     )
@@ -87,8 +94,8 @@ def _enter_kernel(
 
     index = tl.arange(0, SLICES_P2)
     pointer = partial + row.to(tl.int64)[:, None] * record_stride + SLICES * WIDTH + index[None, :]
-    squares = tl.load(pointer, live[:, None] & (index < SLICES)[None, :], other=0.0).to(tl.float64)
-    inverse = tl.rsqrt(tl.sum(squares, axis=1).to(tl.float32) / hidden + norm_eps)
+    squares = tl.load(pointer, live[:, None] & (index < SLICES)[None, :], other=0.0)
+    inverse = tl.rsqrt(stages.sum_exactly(squares, 1) / hidden + norm_eps)
     normed = (read.to(tl.float32) * inverse[:, None] * weight[None, :]).to(tl.bfloat16)
     tl.store(x + offsets, normed, mask)
     if xq is not None or codes is not None:
@@ -104,7 +111,7 @@ def _enter_kernel(
         its_row = tl.program_id(1) * 16 + own
         if its_row < num_rows:
             stages.finish_mixes(
-                partial + its_row.to(tl.int64) * record_stride, scale, base, mixes + its_row * (2 + M) * M,
+                partial + its_row.to(tl.int64) * record_stride, factor, offset, mixes + its_row * (2 + M) * M,
                 hidden, norm_eps, hc_eps, ITERATIONS, M, WIDTH, SLICES, SLICES_P2,
             )  # fmt: skip
 

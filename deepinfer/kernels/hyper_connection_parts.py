@@ -21,7 +21,7 @@ class ExpertOutputs:
     shared: Tensor
     """``[rows, hidden]`` bf16."""
     experts: Tensor | None = None
-    """``[rows, k]`` int32; outputs of expert -1 are not read. None: all are read."""
+    """``[rows, k]`` int32; outputs of expert -1 do not count, whatever they hold. None: all count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Tile:
     """Tiles of 16 rows that a program does one after the other, with one look at ``fn``; 0: chosen by the number of
     rows. No influence on the result."""
 
-    num_stages: int = 2
-    """Loads ahead, in tiles, where ``row_tiles`` is above 1. No influence on the result."""
+    num_stages: int = 1
+    """Above 1: loads run ahead by this many ``row_tiles``, through shared memory. No influence on the result."""
 
     def num_slices(self, hidden: int) -> int:
         """Programs side by side."""

@@ -19,29 +19,37 @@ NO_UPDATE, PLAIN_UPDATE, EXPERT_UPDATE, SPLIT_UPDATE = 0, 1, 2, 3
 def load_update(
     update, shared, experts, row, columns, mask, num_rows, hidden, KIND: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """The sublayer's output ``[R, S]`` as float32 values of bf16, from whichever form it has.
+    """The parts of a sublayer's output, tiles ``[R, S]`` in a tuple, and the ``[R]`` expert numbers of KIND 2.
 
-    KIND: plain bf16 ``[rows, hidden]``; expert outputs bf16 ``[rows, K, hidden]`` to be added to ``shared``
-    ``[rows, hidden]``; or K partial sums float32 ``[K, rows, hidden]``. A sum is rounded once.
+    KIND 1: bf16 ``[rows, hidden]``. KIND 2: ``shared`` bf16 ``[rows, hidden]``, then K of ``[rows, K, hidden]``.
+    KIND 3: K partial sums float32 of ``[K, rows, hidden]``.
     """
     row = row.to(tl.int64)
-    if KIND == 1:
-        total = tl.load(update + row[:, None] * hidden + columns[None, :], mask, other=0.0).to(tl.float32)
-    elif KIND == 2:
-        total = tl.load(shared + row[:, None] * hidden + columns[None, :], mask, other=0.0).to(tl.float32)
-        for slot in tl.static_range(K):
-            taken = mask
+    parts = ()
+    chosen = ()
+    if KIND == 2:
+        parts = parts + (tl.load(shared + row[:, None] * hidden + columns[None, :], mask, other=0.0),)
+    for part in tl.static_range(K):
+        if KIND == 2:
+            pointer = update + (row[:, None] * K + part) * hidden + columns[None, :]
             if experts is not None:
-                expert = tl.load(experts + row * K + slot, row < num_rows, other=-1)
-                taken = mask & (expert >= 0)[:, None]
-            pointer = update + (row[:, None] * K + slot) * hidden + columns[None, :]
-            total += tl.load(pointer, taken, other=0.0).to(tl.float32)
-        total = total.to(tl.bfloat16).to(tl.float32)
-    else:
-        total = tl.load(update + row[:, None] * hidden + columns[None, :], mask, other=0.0)
-        for part in tl.static_range(1, K):
+                chosen = chosen + (tl.load(experts + row * K + part, row < num_rows, other=-1),)
+        else:
             pointer = update + (row[:, None] + part * num_rows) * hidden + columns[None, :]
-            total += tl.load(pointer, mask, other=0.0)
+        parts = parts + (tl.load(pointer, mask, other=0.0),)
+    return parts, chosen
+
+
+@triton.jit
+def sum_update(parts, chosen, KIND: tl.constexpr):
+    """The output ``[R, S]``, float32 values of bf16; a sum is rounded once. Parts of expert -1 do not count."""
+    total = parts[0].to(tl.float32)
+    for part in tl.static_range(1, len(parts)):
+        value = parts[part].to(tl.float32)
+        if len(chosen) > 0:  # a select, not a factor: what nobody wrote may hold NaN
+            value = tl.where((chosen[part - 1] >= 0)[:, None], value, 0.0)
+        total += value
+    if KIND != 1:
         total = total.to(tl.bfloat16).to(tl.float32)
     return total
 
@@ -62,6 +70,15 @@ def in_place(x):
     if IS_COMPILED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
     return x
+
+
+@triton.jit
+def all_in_place(streams, M: tl.constexpr):
+    """Each of the tuple :func:`in_place`."""
+    pinned = ()
+    for stream in tl.static_range(M):
+        pinned = pinned + (in_place(streams[stream]),)
+    return pinned
 
 
 @triton.jit
@@ -130,22 +147,38 @@ def upper_half(x):
 
 
 @triton.jit
-def mix_products(streams, fn_tiles, M: tl.constexpr, WIDTH: tl.constexpr):
-    """Products of the streams (bf16 ``[R, S]`` each) with their tiles of ``fn``: float32 ``[R, WIDTH]``.
+def split_fn(tiles, M: tl.constexpr):
+    """The float32 tiles as sums of three bf16 each: a tuple of 3 * M bf16 ``[WIDTH, S]``.
 
-    A float32 has 24 bits, so it is exactly the sum of three bf16: the products are as exact as in float32. Three sums
-    side by side, because a tensor-core product waits for the one before it in the same sum.
+    A float32 has 24 bits, so this is exact, and so are the tensor cores' products with it. Pinned like
+    :func:`in_place`, so that the parts are made once, not once per warp.
+    """
+    parts = ()
+    for stream in tl.static_range(M):
+        first = upper_half(tiles[stream])
+        rest = tiles[stream] - first
+        second = upper_half(rest)
+        parts = parts + (
+            in_place(first.to(tl.bfloat16)),
+            in_place(second.to(tl.bfloat16)),
+            in_place((rest - second).to(tl.bfloat16)),
+        )
+    return parts
+
+
+@triton.jit
+def mix_products(streams, parts, M: tl.constexpr, WIDTH: tl.constexpr):
+    """Products of the streams (bf16 ``[R, S]`` each) with the parts of ``fn``: float32 ``[R, WIDTH]``.
+
+    Three sums side by side, because a tensor-core product waits for the one before it in the same sum.
     """
     high = tl.zeros([streams[0].shape[0], WIDTH], tl.float32)
     middle = tl.zeros([streams[0].shape[0], WIDTH], tl.float32)
     low = tl.zeros([streams[0].shape[0], WIDTH], tl.float32)
     for stream in tl.static_range(M):
-        first = upper_half(fn_tiles[stream])
-        rest = fn_tiles[stream] - first
-        second = upper_half(rest)
-        high = tl.dot(streams[stream], tl.trans(first.to(tl.bfloat16)), high)
-        middle = tl.dot(streams[stream], tl.trans(second.to(tl.bfloat16)), middle)
-        low = tl.dot(streams[stream], tl.trans((rest - second).to(tl.bfloat16)), low)
+        high = tl.dot(streams[stream], tl.trans(parts[3 * stream]), high)
+        middle = tl.dot(streams[stream], tl.trans(parts[3 * stream + 1]), middle)
+        low = tl.dot(streams[stream], tl.trans(parts[3 * stream + 2]), low)
     return (low + middle) + high
 
 
@@ -172,10 +205,9 @@ def store_partial(
 
 
 @triton.jit
-def sum_of_slices(values, SLICES: tl.constexpr, SLICES_P2: tl.constexpr):
-    """Sum of ``[SLICES]`` float32 in memory, in float64: as good as exact, so of the same bits in every order."""
-    index = tl.arange(0, SLICES_P2)
-    return tl.sum(tl.load(values + index, index < SLICES, other=0.0).to(tl.float64), axis=0).to(tl.float32)
+def sum_exactly(x, axis: tl.constexpr):
+    """Sum of float32 in float64: as good as exact, so of the same bits in every order."""
+    return tl.sum(x.to(tl.float64), axis=axis).to(tl.float32)
 
 
 @triton.jit
@@ -232,20 +264,33 @@ def divide_columns(c, eps, M: tl.constexpr):
 
 
 @triton.jit
+def load_parameters(scale, base, M: tl.constexpr, WIDTH: tl.constexpr):
+    """``scale`` and ``base`` of each mix, ``[WIDTH]``."""
+    mix = tl.arange(0, WIDTH)
+    which = tl.where(mix < M, 0, tl.where(mix < 2 * M, 1, 2))
+    return tl.load(scale + which), tl.load(base + mix, mix < (2 + M) * M, other=0.0)
+
+
+@triton.jit
 def finish_mixes(
-    record, scale, base, mixes, hidden, norm_eps, hc_eps, ITERATIONS: tl.constexpr, M: tl.constexpr,
+    record, factor, offset, mixes, hidden, norm_eps, hc_eps, ITERATIONS: tl.constexpr, M: tl.constexpr,
     WIDTH: tl.constexpr, SLICES: tl.constexpr, SLICES_P2: tl.constexpr,
 ):  # fmt: skip
-    """The mixes of one row, float32 ``[(2 + M) * M]`` at ``mixes``, from its record of partial sums."""
+    """The mixes of one row, float32 ``[(2 + M) * M]`` at ``mixes``, from its record of partial sums.
+
+    ``factor``, ``offset``: from :func:`load_parameters`.
+    """
     mix = tl.arange(0, WIDTH)
     index = tl.arange(0, SLICES_P2)
     is_mix = mix < (2 + M) * M  # the padding behind is never written
     mask = (index < SLICES)[:, None] & is_mix[None, :]
-    products = tl.sum(tl.load(record + index[:, None] * WIDTH + mix[None, :], mask, other=0.0), axis=0)
-    of_trunk = sum_of_slices(record + SLICES * (WIDTH + 1), SLICES, SLICES_P2)
-    factor = tl.where(mix < M, tl.load(scale), tl.where(mix < 2 * M, tl.load(scale + 1), tl.load(scale + 2)))
+    products = tl.load(record + index[:, None] * WIDTH + mix[None, :], mask, other=0.0)
+    squares = tl.load(record + SLICES * (WIDTH + 1) + index, index < SLICES, other=0.0)
+    tl.debug_barrier()  # a fence for the compiler: every load is on its way before any is waited for
+    products = tl.sum(products, axis=0)
+    of_trunk = sum_exactly(squares, 0)
     inverse = tl.rsqrt(of_trunk / (M * hidden) + norm_eps)
-    logits = factor * (inverse * products) + tl.load(base + mix, is_mix, other=0.0)
+    logits = factor * (inverse * products) + offset
     gate = tl.sigmoid(logits)
     result = tl.where(mix < M, gate + hc_eps, 2.0 * gate)
     c = ()
