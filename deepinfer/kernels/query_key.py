@@ -26,34 +26,41 @@ def _load_projected(
 
 
 @triton.jit
-def _rms_norm(x, weight, columns, mask, eps, WIDTH: tl.constexpr):
-    """bf16 norm of float32 ``x`` (zero where masked), of any shape."""
+def _rms_norm(x, weight, eps, WIDTH: tl.constexpr):
+    """bf16 norm of float32 ``x`` (zero where masked), of two axes."""
     inverse = tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / WIDTH + eps)
-    return (x * inverse * tl.load(weight + columns, mask, other=0.0).to(tl.float32)).to(tl.bfloat16)
+    return (x * inverse * weight).to(tl.bfloat16)
 
 
 @triton.jit
-def _rotate(x, columns, cos, sin, row, WIDTH: tl.constexpr, ROPE: tl.constexpr):
-    """Rotate the last ROPE of WIDTH channels in adjacent pairs; bf16 ``x`` ``[groups, 32]``, one rounding."""
-    first, second = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], 16, 2]))
-    pairs, _ = tl.split(tl.reshape(columns, [x.shape[0], 16, 2]))
+def _load_angles(cos, sin, columns, row, WIDTH: tl.constexpr, ROPE: tl.constexpr):
+    """Cosine and sine of each adjacent pair of channels, ``[groups, 16]``: 1 and 0 before the last ROPE channels."""
+    pairs, _ = tl.split(tl.reshape(columns, [columns.shape[0], 16, 2]))
     pairs = pairs // 2 - (WIDTH - ROPE) // 2
     turns = (pairs >= 0) & (pairs < ROPE // 2)
     cosine = tl.load(cos + row * (ROPE // 2) + pairs, turns, other=1.0)
-    sine = tl.load(sin + row * (ROPE // 2) + pairs, turns, other=0.0)
+    return cosine, tl.load(sin + row * (ROPE // 2) + pairs, turns, other=0.0)
+
+
+@triton.jit
+def _rotate(x, cosine, sine):
+    """Rotate adjacent channels of bf16 ``x`` ``[groups, 32]``, one rounding."""
+    first, second = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], 16, 2]))
     turned = tl.join(first * cosine - second * sine, first * sine + second * cosine)
     return tl.reshape(turned, [x.shape[0], 32]).to(tl.bfloat16)
 
 
 @triton.jit
 def _norm_rounded_row(
-    projected, weight, normed, rounded, row, num_rows, row_stride, eps,
+    projected, norm, normed, rounded, row, num_rows, row_stride, eps,
     COLUMN: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = columns < WIDTH
+    weight = tl.load(norm + columns, mask, other=0.0).to(tl.float32)
     x = _load_projected(projected, row, columns, mask, num_rows, row_stride, COLUMN, SPLITS)
-    x = _rms_norm(x, weight, columns, mask, eps, WIDTH)
+    tl.debug_barrier()  # a fence for the compiler: every load is on its way before any is waited for
+    x = _rms_norm(x, weight, eps, WIDTH)
     if normed is not None:
         tl.store(normed + row * WIDTH + columns, x, mask)
     if rounded is not None:
@@ -63,14 +70,20 @@ def _norm_rounded_row(
 
 @triton.jit
 def _key_row(
-    projected, weight, cos, sin, records, ring, ring_slot, row, num_rows, row_stride, eps,
+    projected, norm, cos, sin, records, ring, ring_slot, row, num_rows, row_stride, eps,
     COLUMN: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     group = tl.arange(0, GROUPS)
     columns = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = columns < WIDTH
+    slot = row * 0
+    if ring is not None:
+        slot = tl.load(ring_slot + row).to(tl.int64)
+    weight = tl.load(norm + columns, mask, other=0.0).to(tl.float32)
+    cosine, sine = _load_angles(cos, sin, columns, row, WIDTH, ROPE)
     x = _load_projected(projected, row, columns, mask, num_rows, row_stride, COLUMN, SPLITS)
-    x = _rotate(_rms_norm(x, weight, columns, mask, eps, WIDTH), columns, cos, sin, row, WIDTH, ROPE)
+    tl.debug_barrier()  # as above
+    x = _rotate(_rms_norm(x, weight, eps, WIDTH), cosine, sine)
     scaled, values, exponent = q8_groups(x.to(tl.float32))
     codes, scales = e4m3_code(values, scaled), (exponent + 127).to(tl.uint8)
     record: tl.constexpr = WIDTH + WIDTH // 32
@@ -78,7 +91,6 @@ def _key_row(
         tl.store(records + row * record + columns, codes, mask)
         tl.store(records + row * record + WIDTH + group, scales, group * 32 < WIDTH)
     if ring is not None:
-        slot = tl.load(ring_slot + row).to(tl.int64)
         tl.store(ring + slot * record + columns, codes, mask & (slot >= 0))
         tl.store(ring + slot * record + WIDTH + group, scales, (group * 32 < WIDTH) & (slot >= 0))
 
