@@ -80,8 +80,8 @@ def _key_row(
     if ring is not None:
         slot = tl.load(ring_slot + row).to(tl.int64)
     weight = tl.load(norm + columns, mask, other=0.0).to(tl.float32)
-    cosine, sine = _load_angles(cos, sin, columns, row, WIDTH, ROPE)
     x = _load_projected(projected, row, columns, mask, num_rows, row_stride, COLUMN, SPLITS)
+    cosine, sine = _load_angles(cos, sin, columns, row, WIDTH, ROPE)
     tl.debug_barrier()  # as above
     x = _rotate(_rms_norm(x, weight, eps, WIDTH), cosine, sine)
     scaled, values, exponent = q8_groups(x.to(tl.float32))
