@@ -65,6 +65,12 @@ __device__ __forceinline__ int load_remote(u32 from) {
   return v;
 }
 
+__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {  // two int16 each
+  u32 c;
+  asm("max.s16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
 __device__ __forceinline__ int scored_of(int visible) {
   if (NUM_BLOCKS == 0) return visible;
   const int blocks = (visible + BLOCK_SIZE - 1) / BLOCK_SIZE;
@@ -87,7 +93,7 @@ __device__ __forceinline__ void load_keys(const short* keys, int index, int end,
       out[i] = index + i < end ? key : -1;
     }
   } else {
-    const u32 pair = __vmaxs2(__vmaxs2(v.x, v.y), __vmaxs2(v.z, v.w));
+    const u32 pair = larger_pair(larger_pair(v.x, v.y), larger_pair(v.z, v.w));
     const int best = max((int)(short)(pair & 0xFFFF), (int)(short)(pair >> 16)) + 32768;
     out[0] = index == num_keys - 1 ? 0xFF80 : min(best, 0xFF7F);
   }
