@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": MODEL - {"models"},
     "sampling": BASE | {"messages", "ops", "kernels"},
     "observe": BASE | {"platforms"},
-    "speculative": BASE | {"sampling"},
+    "speculative": BASE | {"sampling", "kernels"},
     "structured": BASE | {"tokenizer", "sampling"},
     "worker": WORKER | {"speculative", "structured"},
     "engine": WORKER | {"worker", "scheduler", "speculative", "structured"},

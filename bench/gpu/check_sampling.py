@@ -75,8 +75,8 @@ def states_of(params: list[SamplingParams]) -> list[SamplingState]:
 
 
 def arguments_of(states: list[SamplingState], positions: list[int]) -> tuple[SamplingRows, bool]:
-    found = RowParameters.of(states, VOCAB)
-    tensors = {name: torch.from_numpy(getattr(found, name)).to(DEVICE) for name in RowParameters.__slots__}
+    found = RowParameters.of(states, VOCAB, DEVICE)
+    tensors = {name: getattr(found, name) for name in RowParameters.__slots__ if name != "truncates"}
     return SamplingRows(**tensors, positions=torch.tensor(positions, device=DEVICE)), found.truncates
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.sampling.edits import EarlyBans, GrammarMask, PenaltyEntries, TokenEdits, early_bans, penalty_entries
+from deepinfer.sampling.row_parameters import Kind, RowParameters, bounded_top_k, kind_of
 from deepinfer.sampling.state import SamplingState
 from deepinfer.sampling.transfer import to_device
 
@@ -23,14 +23,6 @@ Rows = slice | Tensor
 _GROUP_ELEMENTS = 1 << 24
 _GROUP_ELEMENTS_CPU = 1 << 20
 _REMEMBERED = 4  # memberships: prefill and decode steps alternate
-
-
-class Kind(enum.Enum):
-    """How the token of a row is found."""
-
-    GREEDY = "greedy"  # arg-max
-    FULL = "full"  # drawn from the whole vocabulary
-    TRUNCATED = "truncated"  # drawn from what top-p and top-k leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +46,6 @@ class RowGroup:
     top_k: Tensor | None
     """int64 ``[rows]``; None if off."""
     max_top_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowParameters:
-    """What the device's sampler wants to know of every row, ``[rows]`` each; see :mod:`deepinfer.kernels.sampling`."""
-
-    kind: Tensor
-    """int32, the number of the row's :class:`Kind`."""
-    temperature: Tensor
-    """float32, 1 in greedy rows."""
-    min_log_p: Tensor
-    """float32"""
-    top_p: Tensor
-    """float64"""
-    top_k: Tensor
-    """int32, the vocabulary's size for off."""
-    seeds: Tensor
-    """int64"""
-    truncates: bool
-    """Whether any row is truncated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,25 +180,7 @@ class SamplingBatchBuilder:
             early_rows=tuple(row for row, state in enumerate(states) if state.early_bans),
             golden_rows=tuple(row for row, each in enumerate(params) if each.golden_token_ids),
             penalty_rows=tuple(row for row, state in enumerate(states) if state.counts is not None),
-            parameters=self._parameters(states) if self.device.type == "cuda" else None,
-        )
-
-    def _parameters(self, states: Sequence[SamplingState]) -> RowParameters:
-        kinds = [kind_of(state, self.vocab_size) for state in states]
-        params = [state.params for state in states]
-        numbers = {kind: number for number, kind in enumerate(Kind)}
-
-        def column(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
-            return to_device(np.asarray(values, dtype=dtype), self.device)
-
-        return RowParameters(
-            kind=column([numbers[kind] for kind in kinds], np.int32),
-            temperature=column([1.0 if each.is_greedy else each.temperature for each in params], np.float32),
-            min_log_p=column([math.log(each.min_p) if each.min_p else -math.inf for each in params], np.float32),
-            top_p=column([each.top_p for each in params], np.float64),
-            top_k=column([_top_k(each.top_k, self.vocab_size) for each in params], np.int32),
-            seeds=column([state.seed_int64 for state in states], np.int64),
-            truncates=Kind.TRUNCATED in kinds,
+            parameters=RowParameters.of(states, self.vocab_size, self.device) if self.device.type == "cuda" else None,
         )
 
     def _parts(self, rows: list[int]) -> list[list[int]]:
@@ -248,7 +202,7 @@ class SamplingBatchBuilder:
         truncated = kind is Kind.TRUNCATED
         # A min_p of 0 drops nothing, which as a logarithm is -inf.
         min_log_p = [math.log(each.min_p) if each.min_p else -math.inf for each in params]
-        top_k = [_top_k(each.top_k, self.vocab_size) for each in params]
+        top_k = [bounded_top_k(each.top_k, self.vocab_size) for each in params]
 
         def column(values: list[float] | list[int], dtype: type[np.generic], is_used: bool) -> Tensor | None:
             return to_device(np.asarray(values, dtype=dtype), self.device) if is_used else None
@@ -271,16 +225,3 @@ class SamplingBatchBuilder:
             top_k=column(top_k, np.int64, truncated and min(top_k) < self.vocab_size),
             max_top_k=max(top_k),
         )
-
-
-def kind_of(state: SamplingState, vocab_size: int) -> Kind:
-    """The path of a row with the parameters of ``state``."""
-    params = state.params
-    if params.is_greedy:
-        return Kind.GREEDY
-    is_truncated = params.top_p < 1.0 or 0 < params.top_k < vocab_size
-    return Kind.TRUNCATED if is_truncated else Kind.FULL
-
-
-def _top_k(top_k: int, vocab_size: int) -> int:
-    return min(top_k, vocab_size) if top_k > 0 else vocab_size

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import sampling as kernels
 from deepinfer.kernels.gumbel import pack_gumbel_table
-from deepinfer.kernels.sampling import SamplingRows, SamplingWorkspace
-from deepinfer.sampling.batch import Kind, SamplingBatch
+from deepinfer.kernels.sampling import SamplingRows, SamplingWorkspace, sample
+from deepinfer.sampling.batch import SamplingBatch
+from deepinfer.sampling.edits import GrammarMask
 from deepinfer.sampling.gumbel_table import gumbel_table
-
-_KINDS = {Kind.GREEDY: kernels.GREEDY, Kind.FULL: kernels.FULL, Kind.TRUNCATED: kernels.TRUNCATED}
-assert list(_KINDS.values()) == [0, 1, 2], "RowParameters numbers the kinds in the order of the enumeration"
+from deepinfer.sampling.processors import process
+from deepinfer.sampling.transfer import to_device
 
 
 class DeviceChoice:
@@ -20,25 +23,36 @@ class DeviceChoice:
 
     Args:
         vocab_size: width of the logits.
+        banned_ids: tokens that are never generated.
+        device: of the logits.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, banned_ids: Sequence[int], device: torch.device) -> None:
         self._vocab_size = vocab_size
+        self._device = device
         self._table = pack_gumbel_table(*gumbel_table(device))
+        self._bans_any = len(banned_ids) > 0
+        self._allowed = to_device(_mask_without(banned_ids, vocab_size)[None], device)  # [1, words]
         self._workspace: SamplingWorkspace | None = None
+        self._first_mask = torch.empty(0, dtype=torch.int32, device=device)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """Token ids int64 ``[rows]`` and which rows are bad.
+        """Token ids int64 ``[rows]`` (0 in bad rows) and which rows are bad; teacher forcing is left to the caller.
 
         Args:
-            logits: float32 ``[rows, vocab]``, processed.
+            logits: float32 ``[rows, vocab]``, contiguous, not changed.
         """
         rows, parameters = logits.shape[0], batch.constants.parameters
-        assert parameters is not None
+        assert parameters is not None, "a batch of a GPU has the parameters of its rows"
         if self._workspace is None or self._workspace.max_rows < rows:
-            self._workspace = SamplingWorkspace(max(64, 2 * rows), self._vocab_size, self._table)
-        return kernels.sample(
-            logits,
+            max_rows = max(64, 2 * rows)
+            self._workspace = SamplingWorkspace(max_rows, self._vocab_size, self._table)
+            self._first_mask = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
+        # Masks are applied by the kernels; the rest changes single logits.
+        processed = process(logits, replace(batch, grammar=None))
+        masks, mask_rows = self._masks(rows, batch.grammar)
+        token_ids, is_bad = sample(
+            processed,
             SamplingRows(
                 kind=parameters.kind,
                 temperature=parameters.temperature,
@@ -47,7 +61,29 @@ class DeviceChoice:
                 top_k=parameters.top_k,
                 seeds=parameters.seeds,
                 positions=batch.positions,
+                masks=masks,
+                mask_rows=mask_rows,
             ),
             self._workspace,
             truncates=parameters.truncates,
         )
+        if processed is not logits:  # what an edit hid counts too
+            is_bad |= ~logits.amax(-1).isfinite()
+            token_ids.masked_fill_(is_bad, 0)
+        return token_ids, is_bad
+
+    def _masks(self, rows: int, grammar: GrammarMask | None) -> tuple[Tensor | None, Tensor | None]:
+        """All masks of a step, and which one each row has."""
+        if grammar is None:
+            return (self._allowed, self._first_mask[:rows]) if self._bans_any else (None, None)
+        masks = torch.cat((self._allowed, grammar.bits & self._allowed))
+        mask_rows = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        numbers = torch.arange(1, len(masks), dtype=torch.int32, device=self._device)
+        return masks, mask_rows.index_copy_(0, grammar.rows, numbers)
+
+
+def _mask_without(banned_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """int32 words with a bit for every token that is not banned."""
+    bits = np.ones(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[list(banned_ids)] = 0
+    return np.packbits(bits, bitorder="little").view(np.int32)

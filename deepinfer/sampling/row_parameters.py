@@ -1,53 +1,80 @@
-"""The parameters of a step's rows as plain arrays, one entry per row: what a sampler on an accelerator reads."""
+"""The parameters of a step's rows, one entry per row: what the kernels of an accelerator read."""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from deepinfer.sampling.batch import Kind, kind_of
 from deepinfer.sampling.state import SamplingState
+from deepinfer.sampling.transfer import to_device
+
+
+class Kind(enum.Enum):
+    """How the token of a row is found."""
+
+    GREEDY = "greedy"  # arg-max
+    FULL = "full"  # drawn from the whole vocabulary
+    TRUNCATED = "truncated"  # drawn from what top-p and top-k leave
+
 
 KIND_NUMBERS = {Kind.GREEDY: 0, Kind.FULL: 1, Kind.TRUNCATED: 2}
+"""As the kernels count them."""
+
+
+def kind_of(state: SamplingState, vocab_size: int) -> Kind:
+    """The path of a row with the parameters of ``state``."""
+    params = state.params
+    if params.is_greedy:
+        return Kind.GREEDY
+    is_truncated = params.top_p < 1.0 or 0 < params.top_k < vocab_size
+    return Kind.TRUNCATED if is_truncated else Kind.FULL
+
+
+def bounded_top_k(top_k: int, vocab_size: int) -> int:
+    """``top_k`` as a number of tokens: the vocabulary where it is off."""
+    return min(top_k, vocab_size) if top_k > 0 else vocab_size
 
 
 @dataclass(frozen=True, slots=True)
 class RowParameters:
-    """Arrays of one entry per row; what is off has the value that changes nothing."""
+    """Tensors ``[rows]``; what is off has the value that changes nothing. See :mod:`deepinfer.kernels.sampling`."""
 
-    kind: np.ndarray
+    kind: Tensor
     """int32, see :data:`KIND_NUMBERS`."""
-    temperature: np.ndarray
-    """float32; 1 in greedy rows."""
-    min_log_p: np.ndarray
+    temperature: Tensor
+    """float32, 1 in greedy rows."""
+    min_log_p: Tensor
     """float32: logarithm of min_p, -inf for off."""
-    top_p: np.ndarray
+    top_p: Tensor
     """float64, 1 for off."""
-    top_k: np.ndarray
+    top_k: Tensor
     """int32, the vocabulary for off."""
-    seeds: np.ndarray
+    seeds: Tensor
     """int64."""
+    truncates: bool
+    """Whether any row is truncated."""
 
     @classmethod
-    def of(cls, states: Sequence[SamplingState], vocab_size: int) -> RowParameters:
-        """The parameters of ``states``, one row each."""
+    def of(cls, states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> RowParameters:
+        """The parameters of ``states``, one row each, in one transfer."""
         params = [state.params for state in states]
         kinds = [kind_of(state, vocab_size) for state in states]
-        return cls(
-            kind=np.asarray([KIND_NUMBERS[kind] for kind in kinds], dtype=np.int32),
-            temperature=np.asarray([1.0 if each.is_greedy else each.temperature for each in params], dtype=np.float32),
-            min_log_p=np.asarray([math.log(p.min_p) if p.min_p else -math.inf for p in params], dtype=np.float32),
-            top_p=np.asarray([each.top_p for each in params], dtype=np.float64),
-            top_k=np.asarray(
-                [min(each.top_k, vocab_size) if each.top_k > 0 else vocab_size for each in params], dtype=np.int32
-            ),
-            seeds=np.asarray([state.seed_int64 for state in states], dtype=np.int64),
-        )
-
-    @property
-    def truncates(self) -> bool:
-        """Whether any row has top-p or top-k."""
-        return bool((self.kind == KIND_NUMBERS[Kind.TRUNCATED]).any())
+        columns: dict[str, np.ndarray] = {
+            "top_p": np.asarray([each.top_p for each in params], np.float64),
+            "seeds": np.asarray([state.seed_int64 for state in states], np.int64),
+            "kind": np.asarray([KIND_NUMBERS[kind] for kind in kinds], np.int32),
+            "temperature": np.asarray([1.0 if each.is_greedy else each.temperature for each in params], np.float32),
+            "min_log_p": np.asarray([math.log(each.min_p) if each.min_p else -math.inf for each in params], np.float32),
+            "top_k": np.asarray([bounded_top_k(each.top_k, vocab_size) for each in params], np.int32),
+        }  # the 8-byte columns first, for their alignment
+        packed = to_device(np.concatenate([column.view(np.uint8) for column in columns.values()]), device)
+        parts = packed.split([column.nbytes for column in columns.values()])
+        dtypes = [torch.from_numpy(column).dtype for column in columns.values()]
+        tensors = {name: part.view(dtype) for name, part, dtype in zip(columns, parts, dtypes, strict=True)}
+        return cls(**tensors, truncates=Kind.TRUNCATED in kinds)

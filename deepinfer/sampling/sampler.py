@@ -79,6 +79,7 @@ class Sampler:
         assert all(0 <= token < vocab_size for token in banned_ids), f"{banned_ids=} for {vocab_size=}"
         self.vocab_size = vocab_size
         ids = np.unique(np.asarray(banned_ids, dtype=np.int64))
+        self._host_banned_ids: list[int] = ids.tolist()
         self._device_choice: DeviceChoice | None = None
         self._banned_ids = to_device(ids, device or torch.device("cpu")) if len(ids) else None
 
@@ -128,8 +129,8 @@ class Sampler:
         if self._device_choice is None:
             from deepinfer.sampling.device_choice import DeviceChoice  # the kernels are there where a GPU is
 
-            self._device_choice = DeviceChoice(self.vocab_size, logits.device)
-        token_ids, is_bad = self._device_choice.sample(process(logits, batch, self._banned_ids), batch)
+            self._device_choice = DeviceChoice(self.vocab_size, self._host_banned_ids, logits.device)
+        token_ids, is_bad = self._device_choice.sample(logits, batch)
         if batch.forced is not None:
             token_ids = torch.where((batch.forced >= 0) & ~is_bad, batch.forced, token_ids)
         return SamplerOutput(token_ids, is_bad, None, None, None, None, ())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.sampling.batch import SamplingBatch
-from deepinfer.sampling.sampler import Sampler
+from deepinfer.sampling.sampler import Sampler, SamplerOutput
 from deepinfer.speculative.drafts import Drafts
 from deepinfer.speculative.verification import RowLayout, Verified, accepted_prefix
 
@@ -26,7 +26,23 @@ class GumbelVerifier:
         self._sampler = sampler
 
     def verify(self, logits: Tensor, batch: SamplingBatch, drafts: Drafts, num_rows: Tensor) -> Verified:
-        layout = RowLayout.of(num_rows, batch.num_rows)
         sampled = self._sampler.sample(logits, batch)
+        if logits.device.type == "cuda":
+            return _accept_on_device(sampled, drafts, num_rows)
+        layout = RowLayout.of(num_rows, batch.num_rows)
         is_accepted = sampled.token_ids == layout.drafts_of_rows(drafts.token_ids)
         return accepted_prefix(layout, drafts.num_slots, sampled, is_accepted, is_accepted.to(torch.float32))
+
+
+def _accept_on_device(sampled: SamplerOutput, drafts: Drafts, num_rows: Tensor) -> Verified:
+    from deepinfer.kernels.verification import accept_prefix  # the kernels are there where a GPU is
+
+    found = accept_prefix(sampled.token_ids, sampled.is_bad, drafts.token_ids.contiguous(), num_rows)
+    return Verified(
+        token_ids=found.token_ids,
+        num_accepted=found.num_accepted,
+        is_bad=found.is_bad,
+        acceptance=found.acceptance,
+        rows=sampled,
+        first_row=found.first_row,
+    )

@@ -35,8 +35,8 @@ def states_of(params: list[SamplingParams], vocab: int) -> list[SamplingState]:
 
 
 def device_rows(states: list[SamplingState], positions: list[int], vocab: int, device) -> SamplingRows:
-    found = RowParameters.of(states, vocab)
-    tensors = {name: torch.from_numpy(getattr(found, name)).to(device) for name in RowParameters.__slots__}
+    found = RowParameters.of(states, vocab, device)
+    tensors = {name: getattr(found, name) for name in RowParameters.__slots__ if name != "truncates"}
     return SamplingRows(**tensors, positions=torch.tensor(positions, device=device))
 
 
@@ -46,10 +46,13 @@ def both(logits: torch.Tensor, params: list[SamplingParams], table, **options) -
     states = states_of(params, vocab)
     positions = [7 * row + 2 for row in range(rows)]
     expected = Sampler(vocab).sample(logits.cpu(), SamplingBatch.build(states, positions))
+    device = logits.device
     workspace = SamplingWorkspace(rows, vocab, table, **options)
-    arguments = device_rows(states, positions, vocab, logits.device)
+    arguments = device_rows(states, positions, vocab, device)
     for _again in range(2):  # the counters of the first call have to be back at zero
-        tokens, is_bad = sample(logits, arguments, workspace, truncates=RowParameters.of(states, vocab).truncates)
+        tokens, is_bad = sample(
+            logits, arguments, workspace, truncates=RowParameters.of(states, vocab, device).truncates
+        )
         assert torch.equal(is_bad.cpu(), expected.is_bad)
     assert not workspace.arrivals.any()
     return tokens.cpu(), expected.token_ids
