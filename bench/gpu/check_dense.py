@@ -1,6 +1,9 @@
 """Dense products on a GPU: bits and errors against float64, times over floor, a search over configurations.
 
-    python bench/gpu/check_dense.py [--json FILE] [--only few,bf16,search_few,many,search_many]
+    python bench/gpu/check_dense.py [--json FILE] [--only few,many,bf16]
+
+By default it checks every kernel and times the plans of deepinfer/kernels/dense_plans.py. ``--only`` also takes
+``search_ring``, ``search_few`` and ``search_many``, which try other configurations.
 
 Times are medians of 5 replays of a CUDA graph whose launches rotate over more weights than L2 holds, per launch. Each
 part runs in a process of its own, so that one that breaks the CUDA context does not take the others along.
@@ -9,6 +12,7 @@ part runs in a process of its own, so that one that breaks the CUDA context does
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -27,7 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from deepinfer.kernels import dense, dense_packing, dense_skinny, dense_wgmma, nvrtc
+from deepinfer.kernels import dense, dense_packing, dense_plans, dense_skinny, dense_wgmma, nvrtc
 
 BYTES_PER_S, BF16_FLOPS = 4.2e12, 770e12
 ROTATION_BYTES = 240e6
@@ -104,14 +108,34 @@ def report(name: str, ok: bool, detail: str = "") -> None:
     results.append({"case": name, "pass": ok, "detail": detail})
 
 
+def kernel_of(kind: str, packed: tuple, shape: tuple[int, int, int]):
+    """A kernel that takes any number of rows: ``skinny``, ``ring`` or ``wgmma``; None where it refuses the shape."""
+    n, k, groups = shape
+    if kind == "wgmma":
+        accepted = dense_wgmma.WgmmaProduct.accepts((n, k), groups)
+        return dense_wgmma.WgmmaProduct(*packed, (n, k), groups) if accepted else None
+    if kind == "skinny":
+        return dense_skinny.SkinnyProduct(*packed, (n, k), groups)
+    geometry, pipelines = ring_check(n, k, groups)
+    return dense_skinny.SkinnyProduct(*packed, (n, k), groups, geometry, pipelines)
+
+
+def ring_check(n: int, k: int, groups: int) -> tuple[dense_skinny.Geometry, tuple[dense_skinny.Pipeline, ...]]:
+    blocks, chunks = -(-n // 32), -(-k // 64)
+    geometries = dense_skinny.equal_shares(blocks, chunks, blocks // groups)
+    geometry = geometries[0] if geometries else G(1, 2, 1)
+    return geometry, tuple(P(tiles, 3, 1, ring=True, early=tiles == 2) for tiles in (1, 2, 4))
+
+
 def check(name: str, n: int, k: int, groups: int, all_rows: tuple[int, ...], kind: str) -> None:
-    """Every output kind of one kernel (``skinny``, ``wgmma``) or of the whole (``default``) against float64."""
+    """Every output kind of one kernel (see ``kernel_of``) or of the whole (``default``) against float64."""
     from deepinfer.ops.number_formats import q8_round
 
     for integers in (True, False):
         codes, scales = random_fp8(n, k, integers)
         linear = dense.Fp8Linear(codes, scales, groups=groups)
-        kernel = {"skinny": linear._skinny, "wgmma": linear._wgmma, "default": linear}[kind]
+        assert linear._packed is not None
+        kernel = linear if kind == "default" else kernel_of(kind, linear._packed, (n, k, groups))
         if kernel is None:
             return
         wide = exact_wide(codes, scales)
@@ -201,50 +225,138 @@ def floor_us(n: int, k: int, groups: int, rows: int, weight_bytes: float = 1.001
     return max(moved / BYTES_PER_S, 2 * n * k * rows / BF16_FLOPS) * 1e6
 
 
-def times(all_rows: tuple[int, ...], many: bool) -> None:
-    """Each path by rows; ``many``: wgmma against widening with cuBLAS, else the few-row kernel."""
+def times(all_rows: tuple[int, ...]) -> None:
+    """The planned kernels by rows: plain, overlapped with the kernel before, and with an earlier start of the next."""
     sums: dict[int, dict[str, float]] = {}
     for name, (n, k, groups) in SHAPES.items():
-        linears = []
-        for packed, scales in packed_copies(n, k):
-            linear = dense.Fp8Linear.__new__(dense.Fp8Linear)
-            linear.num_outputs, linear.num_inputs, linear.groups, linear._stored = n, k, groups, None
-            linear._use_packed(packed, scales, None, None)
-            linears.append(linear)
+        copies = packed_copies(n, k)
+        linears = [linear_of(copy, n, k, groups, dense_plans.plan(n, k, groups)) for copy in copies]
+        early = [linear_of(copy, n, k, groups, early_plan(n, k, groups)) for copy in copies]
         for rows in all_rows:
             x = random_x(rows, groups * k, False)
             outs = [torch.empty(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-            paths: dict[str, Callable] = {
-                "few": lambda m, x, y: m._skinny(x, y, False, False),
-                "few overlapped": lambda m, x, y: m._skinny(x, y, False, True),
-            }
-            if many:
-                paths = {
-                    "wgmma": lambda m, x, y: m._wgmma(x, y, False, False),
-                    "wgmma overlapped": lambda m, x, y: m._wgmma(x, y, False, True),
-                    "widen + cuBLAS": lambda m, x, y: m._many_rows(x, y, False),
-                }
-                if rows <= 64:
-                    paths["few"] = lambda m, x, y: m._skinny(x, y, False, False)
-            num = 2 * len(linears) if rows <= 256 else len(linears) if rows <= 1024 else 2
+            paths: dict[str, Callable] = {}
+            product = linears[0]._product(rows)
+            if product is not None:
+                kind = "few" if isinstance(product, dense_skinny.SkinnyProduct) else "wgmma"
+                paths["plain"] = lambda i, x=x, outs=outs: linears[i](x, outs[i % 2])  # noqa: B023
+                paths["overlapped"] = lambda i, x=x, outs=outs: linears[i](x, outs[i % 2], overlap=True)  # noqa: B023
+                if kind == "few":
+                    paths["early"] = lambda i, x=x, outs=outs: early[i](x, outs[i % 2], overlap=True)  # noqa: B023
+            if rows >= 256:
+                paths["widen + cuBLAS"] = lambda i, x=x, outs=outs: linears[i]._many_rows(x, outs[i % 2], False)  # noqa: B023
+            num = len(linears) * 2 if rows <= 256 else len(linears) if rows <= 1024 else 2
             row = {"shape": name, "rows": rows, "floor": floor_us(n, k, groups, rows)}
             for label, path in paths.items():
                 try:
-                    row[label] = time_us(
-                        lambda i, path=path, x=x, outs=outs, all=linears: path(all[i % len(all)], x, outs[i % 2]), num
-                    )
+                    row[label] = time_us(lambda i, path=path: path(i % len(copies)), num)  # noqa: B023
                 except Exception as error:
                     print(f"FAIL {name} rows {rows} {label}: {str(error)[:200]}")
             shown = "  ".join(f"{key} {row[key]:.2f}" for key in ("floor", *paths) if key in row)
-            print(f"{name:11} rows {rows:5} cold read {COLD_US[name]:5.1f} | {shown} us", flush=True)
+            path = "widen" if product is None else kind
+            print(f"{name:11} rows {rows:5} {path:5} cold read {COLD_US[name]:5.1f} | {shown} us", flush=True)
             results.append(row)
             if name in LAYER:
                 entry = sums.setdefault(rows, {})
-                for key in ("floor", *paths):
-                    entry[key] = entry.get(key, 0.0) + row.get(key, float("nan"))
+                best = min((row[key] for key in paths if key in row), default=float("nan"))
+                planned = row.get("overlapped", row.get("widen + cuBLAS", float("nan")))
+                plain = row.get("plain", row.get("widen + cuBLAS", float("nan")))
+                for key, value in (("floor", row["floor"]), ("plain", plain), ("overlapped", planned), ("best", best)):
+                    entry[key] = entry.get(key, 0.0) + value
     for rows, entry in sums.items():
         print(f"layer       rows {rows:5} | " + "  ".join(f"{key} {value:.1f}" for key, value in entry.items()) + " us")
         results.append({"layer": rows, **entry})
+
+
+def linear_of(packed: tuple, n: int, k: int, groups: int, plan: tuple[dense_plans.Step, ...]) -> dense.Fp8Linear:
+    """An operator over weights that are packed already."""
+    linear = dense.Fp8Linear.__new__(dense.Fp8Linear)
+    linear.num_outputs, linear.num_inputs, linear.groups, linear._stored = n, k, groups, None
+    linear._use_packed(*packed, plan)
+    return linear
+
+
+def early_plan(n: int, k: int, groups: int) -> tuple[dense_plans.Step, ...]:
+    """The plan with the other moment at which the few-row kernel lets the next kernel start."""
+    steps: list[dense_plans.Step] = []
+    for step in dense_plans.plan(n, k, groups):
+        if isinstance(step, dense_plans.Few):
+            pipelines = tuple(dataclasses.replace(p, early=not p.early) for p in step.pipelines)
+            step = dataclasses.replace(step, pipelines=pipelines)
+        steps.append(step)
+    return tuple(steps)
+
+
+def ring_candidates(
+    n: int, k: int, groups: int, rows: int
+) -> list[tuple[dense_skinny.Geometry, dense_skinny.Pipeline]]:
+    """Geometries with equal shares for one or two CTAs per SM, and rings of several sizes."""
+    found, row_tiles = [], 1 if rows <= 8 else 2 if rows <= 16 else 4
+    chunks, blocks = -(-k // 64), n // 32
+    for per_sm in (1, 2):
+        geometries = dense_skinny.equal_shares(blocks, chunks, blocks // groups, 132 * per_sm)
+        shares = [g.row_warps * -(-chunks // g.cluster) for g in geometries]
+        kept = [g for g, share in zip(geometries, shares, strict=True) if share <= 1.16 * shares[0]][:4]
+        for base in kept:
+            for factor in (1, 2, 3, 4):
+                g = dataclasses.replace(base, k_warps=base.k_warps * factor)
+                warps, per_warp = g.row_warps * g.k_warps, -(-chunks // (g.cluster * g.k_warps))
+                if warps > 20 or per_warp < 2:
+                    continue
+                depths = {max(2, min(per_warp, kb * 1024 // per_sm // (2048 * warps))) for kb in (56, 96, 150)}
+                for depth in sorted(depths):
+                    pipeline = P(row_tiles, depth, per_sm, ring=True, early=True)
+                    packed = torch.empty(blocks, chunks, 1)
+                    try:
+                        product = dense_skinny.SkinnyProduct(packed, packed, (n, k), groups, g, (pipeline,))
+                    except AssertionError:
+                        continue
+                    if (product.shared_bytes(pipeline) + 1280) * per_sm <= 227 * 1024:
+                        found.append((g, pipeline))
+    return found
+
+
+RING_ROWS = (1, 8, 16, 32)
+
+
+def search_ring() -> None:
+    for name, shape in SHAPES.items():
+        guarded(f"search ring {name}", lambda: search_ring_shape(name, *shape))  # noqa: B023
+
+
+def search_ring_shape(name: str, n: int, k: int, groups: int) -> None:
+    copies = packed_copies(n, k)
+    by_geometry: dict[dense_skinny.Geometry, dict[int, float]] = {}
+    for rows in RING_ROWS:
+        x, out = random_x(rows, groups * k, False), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+
+        def measure(g: dense_skinny.Geometry, p: dense_skinny.Pipeline, overlap: bool) -> float:
+            try:
+                products = [dense_skinny.SkinnyProduct(*copy, (n, k), groups, g, (p,)) for copy in copies]
+                count = len(products)
+                return time_us(lambda i: products[i % count](x, out, False, overlap), 2 * count)  # noqa: B023
+            except nvrtc.KernelError as error:
+                print(f"FAIL {name} {g} {p}: {str(error)[:150]}")
+                return float("inf")
+
+        table = []
+        for g, p in ring_candidates(n, k, groups, rows):
+            plain, early = measure(g, p, False), measure(g, p, True)
+            table.append((min(plain, early), plain, early, g, p))
+            fastest = by_geometry.setdefault(g, {})
+            fastest[rows] = min(fastest.get(rows, float("inf")), plain, early)
+            results.append({"ring": name, "rows": rows, "plain": plain, "early": early, "g": str(g), "p": str(p)})
+        print(f"search ring {name} rows {rows}: floor {floor_us(n, k, groups, rows):.2f}, {len(table)} tried")
+        by_plain = sorted(table, key=lambda entry: entry[1])[:3]
+        for _, plain, early, g, p in sorted(table, key=lambda entry: entry[0])[:4] + by_plain:
+            print(f"    plain {plain:6.2f} early {early:6.2f} us  wm {g.row_warps} wk {g.k_warps} cluster {g.cluster} "
+                  f"depth {p.depth} per SM {p.min_ctas}")  # fmt: skip
+    common = [
+        (sum(us[r] for r in RING_ROWS[:3]), g, us) for g, us in by_geometry.items() if set(RING_ROWS[:3]) <= set(us)
+    ]
+    for total, g, us in sorted(common, key=lambda entry: entry[0])[:3]:
+        shown = "  ".join(f"{r}: {t:.2f}" for r, t in us.items())
+        print(f"    common {total:6.2f} wm {g.row_warps} wk {g.k_warps} cluster {g.cluster} | {shown}", flush=True)
 
 
 def candidates(n: int, k: int, groups: int) -> list[dense_skinny.Geometry]:
@@ -378,7 +490,7 @@ def search_many() -> None:
                         if not products[0].tiles:
                             continue
                         us = time_us(
-                            lambda i, all=products, x=x, y=out: all[i % len(all)](x, y, False, False), 2 * len(copies)
+                            lambda i, all=products, x=x, y=out: all[i % len(all)](x, y, False, True), 2 * len(copies)
                         )
                     except nvrtc.KernelError as error:
                         print(f"FAIL {name} {cluster} {tile}: {str(error)[:150]}")
@@ -425,16 +537,30 @@ def compile_ahead(parts: set[str]) -> None:
             for t in product.tiles:
                 jobs.extend(("dense_wgmma", product.defines(t, *output)) for output in outputs)
 
+    def planned(shape: tuple, plan: tuple[dense_plans.Step, ...], outputs: tuple) -> None:
+        for step in plan:
+            if isinstance(step, dense_plans.Few):
+                few((*shape, True), step.geometry, step.pipelines, outputs)
+            else:
+                many(shape, step.cluster, step.tiles, outputs)
+
     if "few" in parts:
         for shape in CHECKED.values():
             few((*shape, True), None, dense_skinny.PIPELINES, every)
-        for shape in SHAPES.values():
-            few((*shape, True), None, dense_skinny.PIPELINES, plain)
+            few((*shape, True), *ring_check(*shape), every)
     if "many" in parts:
         for shape in CHECKED.values():
             many(shape, None, dense_wgmma.TILES, every)
+            planned(shape, dense_plans.plan(*shape), every)
+    if "times" in parts:
         for shape in SHAPES.values():
-            many(shape, None, dense_wgmma.TILES, plain)
+            planned(shape, dense_plans.plan(*shape), plain)
+            planned(shape, early_plan(*shape), plain)
+    if "search_ring" in parts:
+        for shape in SHAPES.values():
+            for rows in RING_ROWS:
+                for geometry, pipeline in ring_candidates(*shape, rows):
+                    few((*shape, True), geometry, (pipeline,), plain)
     if "search_few" in parts:
         for shape in SHAPES.values():
             for geometry in candidates(*shape):
@@ -478,26 +604,30 @@ def check_all(kinds: tuple[str, ...], small_rows: tuple[int, ...], large_rows: t
 def run_part(part: str) -> None:
     print(f"== {part}: {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     if part == "few":
-        check_all(("skinny",), (1, 3, 8, 9, 16, 17, 32, 33, 64, 70), (1, 8, 16, 30, 70))
-        guarded("times", lambda: times((1, 8, 16, 32), many=False))
+        check_all(("skinny", "ring"), (1, 3, 8, 9, 16, 17, 32, 33, 64, 70), (1, 8, 16, 30))
     elif part == "bf16":
         guarded("bf16", bf16_times)
     elif part == "search_few":
         guarded("search", search)
     elif part == "many":
-        check_all(("wgmma", "default"), (1, 17, 33, 64, 70, 129, 256, 300), (1, 33, 70, 256))
-        guarded("times", lambda: times((16, 32, 64, 128, 256, 512, 1024, 8192), many=True))
+        check_all(("wgmma",), (1, 17, 33, 64, 70, 129, 256, 300), (33, 70, 256))
+        check_all(("default",), (1, 17, 64, 129, 300), (1, 8, 16, 32, 70, 256))
+    elif part == "times":
+        guarded("times", lambda: times((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192)))
+    elif part == "search_ring":
+        guarded("search ring", search_ring)
     elif part == "search_many":
         guarded("search", search_many)
 
 
-PARTS = ("few", "bf16", "many", "search_few", "search_many")
+PARTS = ("few", "bf16", "many", "times", "search_ring", "search_few", "search_many")
+USUAL = PARTS[:4]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--only", default=",".join(USUAL))
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:

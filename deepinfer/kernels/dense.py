@@ -4,15 +4,15 @@ Meaning: :func:`deepinfer.ops.linear.linear` and ``grouped_linear`` for inputs t
 times powers of two and rounded activations are exact in bf16, so every path multiplies exact values on bf16 tensor
 cores, sums in float32 and rounds once.
 
-- up to ``MAX_SKINNY_ROWS``: reads the packed weights once, activations in registers and shared memory
-  (``dense_skinny.cu``);
-- up to ``MAX_WGMMA_ROWS``: decodes the weights on the way into ``wgmma`` (``dense_wgmma.cu``);
+- few rows: reads the packed weights once, activations in registers and shared memory (``dense_skinny.cu``);
+- tens to hundreds: decodes the weights on the way into ``wgmma`` (``dense_wgmma.cu``);
 - more: FP8 weights are widened into a scratch matrix and multiplied by cuBLAS;
 - other devices and the interpreter: Triton.
 
-In the first two and in Triton a row's result does not depend on the other rows, nor on their number while the path is
-the same. cuBLAS may choose its order by the number of rows. With ``invariant`` the path is the same for every number
-of rows: ``wgmma`` where it takes the shape, the few-row kernel (in passes) elsewhere.
+:mod:`deepinfer.kernels.dense_plans` has the limits between them. Within one of its steps, and in Triton, a row's
+result does not depend on the other rows, nor on their number; between steps the order of summation may change. cuBLAS
+may choose its order by the number of rows. With ``invariant`` the path is the same for every number of rows: ``wgmma``
+where it takes the shape, the few-row kernel (in passes) elsewhere.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import dense_packing, dense_triton, nvrtc
+from deepinfer.kernels import dense_packing, dense_plans, dense_triton, nvrtc
 from deepinfer.kernels.dense_skinny import Geometry, SkinnyProduct
 from deepinfer.kernels.dense_wgmma import WgmmaProduct
 
-MAX_SKINNY_ROWS = 32
-MAX_WGMMA_ROWS = 512
+MAX_FEW_ROWS = 32
+"""Up to here the few-row kernel serves bf16 weights."""
 
 
 def stack_fp8(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ class Fp8Linear:
             each other, and group ``g`` multiplies the ``g``-th part of the input.
         scales: ``[ceil(N / 32), ceil(K / 32)]`` uint8, one ue8m0 byte per 32x32 tile.
         groups: 1, or the output groups of ``wo_a``; ``N / groups`` is a multiple of 32.
-        geometry, cluster: how the few-row and the wgmma kernel split the columns, default by shape.
+        plan: kernels by number of rows, default by shape.
     """
 
     def __init__(
@@ -54,32 +54,45 @@ class Fp8Linear:
         scales: Tensor,
         *,
         groups: int = 1,
-        geometry: Geometry | None = None,
-        cluster: int | None = None,
+        plan: Sequence[dense_plans.Step] | None = None,
     ) -> None:
         self.num_outputs, self.num_inputs = codes.shape
         self.groups = groups
         assert groups == 1 or self.num_outputs % (32 * groups) == 0, (codes.shape, groups)
         codes, scales = codes.view(torch.uint8).contiguous(), scales.view(torch.uint8).contiguous()
-        self._skinny: SkinnyProduct | None = None
-        self._wgmma: WgmmaProduct | None = None
+        self._packed: tuple[Tensor, Tensor] | None = None
         self._stored: tuple[Tensor, Tensor] | None = None
         if nvrtc.is_available(codes.device) and int(scales.max()) <= dense_packing.MAX_SCALE_BYTE:
-            self._use_packed(dense_packing.pack_fp8(codes), dense_packing.pack_scales(scales), geometry, cluster)
+            self._use_packed(dense_packing.pack_fp8(codes), dense_packing.pack_scales(scales), plan)
+            torch.cuda.synchronize(codes.device)  # overlapped launches read the weights without waiting for anything
         else:
             self._stored = codes, scales
 
-    def _use_packed(self, packed: Tensor, words: Tensor, geometry: Geometry | None, cluster: int | None) -> None:
+    def _use_packed(self, packed: Tensor, words: Tensor, plan: Sequence[dense_plans.Step] | None) -> None:
+        self._packed = packed, words
         shape = self.num_outputs, self.num_inputs
-        self._skinny = SkinnyProduct(packed, words, shape, self.groups, geometry)
-        if WgmmaProduct.accepts(shape, self.groups):
-            self._wgmma = WgmmaProduct(packed, words, shape, self.groups, cluster)
+        steps = dense_plans.plan(*shape, self.groups) if plan is None else plan
+        self._steps: list[tuple[int, SkinnyProduct | WgmmaProduct]] = []
+        takes_wgmma = WgmmaProduct.accepts(shape, self.groups)
+        clusters = [step.cluster for step in steps if isinstance(step, dense_plans.Many)]
+        for step in steps:
+            if isinstance(step, dense_plans.Few):
+                few = SkinnyProduct(packed, words, shape, self.groups, step.geometry, step.pipelines)
+                self._steps.append((step.max_rows, few))
+            elif takes_wgmma:
+                many = WgmmaProduct(packed, words, shape, self.groups, step.cluster, step.tiles)
+                self._steps.append((step.max_rows, many))
+        self._invariant: SkinnyProduct | WgmmaProduct
+        if takes_wgmma:
+            self._invariant = WgmmaProduct(packed, words, shape, self.groups, clusters[0] if clusters else None)
+        else:
+            self._invariant = SkinnyProduct(packed, words, shape, self.groups)
 
     @property
     def num_bytes(self) -> int:
         """Device memory that the weight holds."""
-        tensors = self._stored or (self._skinny.packed, self._skinny.scales)  # type: ignore[union-attr]
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        tensors = self._stored or self._packed or ()
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def forward(
         self,
@@ -100,8 +113,8 @@ class Fp8Linear:
             quantize_output: round the bf16 result by Q8 in groups of 32 along N; bf16 values.
             dtype: bf16 or float32.
             invariant: the same order of summation for every number of rows.
-            overlap: programmatic dependent launch of the few-row kernel: its weight loads begin before the preceding
-                kernel has ended.
+            overlap: programmatic dependent launch: the weight loads begin before the preceding kernel has ended. By
+                the rule in :mod:`deepinfer.kernels.nvrtc` that is safe after any kernel that did not make the weights.
         """
         rows = xq.shape[0]
         x = xq.flatten(1) if xq.dim() > 2 else xq
@@ -113,16 +126,19 @@ class Fp8Linear:
         if self._stored is not None:
             dense_triton.product(x, *self._stored, out, self.groups, quantize_output)
             return out
-        assert self._skinny is not None
-        if self._wgmma is not None and (invariant or MAX_SKINNY_ROWS < rows <= MAX_WGMMA_ROWS):
-            self._wgmma(x, out, quantize_output, overlap)
-        elif rows <= MAX_SKINNY_ROWS or invariant:
-            self._skinny(x, out, quantize_output, overlap)
+        if invariant:
+            self._invariant(x, out, quantize_output, overlap)
+        elif (product := self._product(rows)) is not None:
+            product(x, out, quantize_output, overlap)
         else:
             self._many_rows(x, out, quantize_output)
         return out
 
     __call__ = forward
+
+    def _product(self, rows: int) -> SkinnyProduct | WgmmaProduct | None:
+        """The kernel that reads packed weights, None for widening."""
+        return next((product for max_rows, product in self._steps if rows <= max_rows), None)
 
     def _many_rows(self, x: Tensor, out: Tensor, quantize_output: bool) -> None:
         wide = self.widen()
@@ -138,8 +154,8 @@ class Fp8Linear:
         """The exact weight as a new bf16 ``[N, K]``."""
         if self._stored is not None:
             return _widen_stored(*self._stored)
-        assert self._skinny is not None
-        packed, words = self._skinny.packed, self._skinny.scales
+        assert self._packed is not None
+        packed, words = self._packed
         num_blocks = packed.shape[0] * packed.shape[1]
         wide = torch.empty(32 * packed.shape[0], self.num_inputs, dtype=torch.bfloat16, device=packed.device)
         kernel = nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", {"K": self.num_inputs}, packed.device)
@@ -148,12 +164,11 @@ class Fp8Linear:
 
     def prepare(self, *, quantize_output: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
         """Compile and load what :meth:`forward` may launch, ahead of graph capture."""
-        if self._skinny is not None:
-            for pipeline in self._skinny.pipelines:
-                self._skinny.kernel(pipeline, dtype == torch.float32, quantize_output)
-            for tile in self._wgmma.tiles if self._wgmma else ():
-                self._wgmma.kernel(tile, dtype == torch.float32, quantize_output)  # type: ignore[union-attr]
-            nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", {"K": self.num_inputs}, self._skinny.packed.device)
+        if self._packed is None:
+            return
+        for product in (self._invariant, *(product for _, product in self._steps)):
+            product.prepare(dtype == torch.float32, quantize_output)
+        nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", {"K": self.num_inputs}, self._packed[0].device)
 
 
 class GroupedFp8Linear(Fp8Linear):
@@ -169,10 +184,9 @@ class GroupedFp8Linear(Fp8Linear):
         scales: Tensor,
         groups: int,
         *,
-        geometry: Geometry | None = None,
-        cluster: int | None = None,
+        plan: Sequence[dense_plans.Step] | None = None,
     ) -> None:
-        super().__init__(codes, scales, groups=groups, geometry=geometry, cluster=cluster)
+        super().__init__(codes, scales, groups=groups, plan=plan)
 
 
 class Bf16Linear:
@@ -211,7 +225,7 @@ class Bf16Linear:
             out = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
         if rows == 0:
             return out
-        if self._skinny is not None and (rows <= MAX_SKINNY_ROWS or invariant):
+        if self._skinny is not None and (rows <= MAX_FEW_ROWS or invariant):
             self._skinny(x, out, False, overlap)
         elif x.is_cuda:
             _cublas(x, self.weight, out)

@@ -39,11 +39,15 @@ class Pipeline:
     row_tiles: int
     """Tiles of 8 activation rows per pass."""
     depth: int
-    """Packed blocks that each warp has in flight."""
+    """Packed blocks that each warp has in flight, at least 2 with ``ring``."""
     min_ctas: int
     """CTAs per SM that the compiler leaves registers for."""
     load_hint: int = 0
     """0: no hint; 1: prefetch 256 bytes into L2; 2: evict first."""
+    ring: bool = False
+    """Blocks in flight are in shared memory, not in registers."""
+    early: bool = False
+    """The next kernel may start beside this one, not only when it has read its weights."""
 
 
 PIPELINES = (Pipeline(1, 4, 4), Pipeline(2, 4, 4), Pipeline(4, 3, 3), Pipeline(8, 2, 2))
@@ -66,6 +70,26 @@ def choose_geometry(block_rows: int, chunks: int, group_block_rows: int, max_chu
     num_ctas = tiles * cluster
     k_warps = 2 if num_ctas >= 2 * _NUM_SMS or row_warps == 2 else 4
     return Geometry(row_warps, k_warps, cluster)
+
+
+def equal_shares(block_rows: int, chunks: int, group_block_rows: int, num_ctas: int = _NUM_SMS) -> list[Geometry]:
+    """Geometries for :attr:`Pipeline.ring` with at most ``num_ctas`` CTAs, one per SM, by the largest share of a CTA.
+
+    A CTA's share is a rectangle of packed blocks. With the released shapes 128 of 132 SMs get equal rectangles.
+    """
+    found: list[tuple[int, int, Geometry]] = []
+    for cluster in (1, 2, 4, 8):
+        for row_warps in range(1, 17):
+            if group_block_rows != block_rows and group_block_rows % row_warps:
+                continue
+            if -(-block_rows // row_warps) * cluster > num_ctas:
+                continue
+            share = row_warps * -(-chunks // cluster)
+            for k_warps in range(1, 9):
+                if 4 <= row_warps * k_warps <= 20 and chunks >= 2 * cluster * k_warps:
+                    found.append((share, cluster, Geometry(row_warps, k_warps, cluster)))
+                    break
+    return [geometry for _, _, geometry in sorted(found, key=lambda entry: entry[:2])]
 
 
 class SkinnyProduct:
@@ -103,7 +127,8 @@ class SkinnyProduct:
         g, rows = self.geometry, 8 * pipeline.row_tiles
         units = -(-rows * g.row_warps // g.cluster)
         max_chunks = -(-self.chunks // g.cluster)
-        return g.cluster * g.k_warps * units * 128 + rows * (max_chunks * self.block_k * 2 + 16)
+        ring = g.row_warps * g.k_warps * pipeline.depth * dense_packing.BLOCK_BYTES if pipeline.ring else 0
+        return ring + g.cluster * g.k_warps * units * 128 + rows * (max_chunks * self.block_k * 2 + 16)
 
     def defines(self, pipeline: Pipeline, float32: bool, quantize: bool) -> dict[str, int]:
         """Compile-time constants of ``dense_skinny.cu``."""
@@ -112,13 +137,19 @@ class SkinnyProduct:
             "N": padded, "OUT_N": self.rows_out, "K": self.columns, "GROUP_N": padded // self.groups,
             "WM": g.row_warps, "WK": g.k_warps, "CLUSTER": g.cluster,
             "NT": pipeline.row_tiles, "DEPTH": pipeline.depth, "MIN_CTAS": pipeline.min_ctas,
-            "LOAD_HINT": pipeline.load_hint, "FP8": int(self.scales is not None),
+            "LOAD_HINT": pipeline.load_hint, "RING": int(pipeline.ring), "EARLY": int(pipeline.early),
+            "FP8": int(self.scales is not None),
             "OUT_F32": int(float32), "QUANTIZE": int(quantize),
         }  # fmt: skip
 
     def kernel(self, pipeline: Pipeline, float32: bool, quantize: bool) -> nvrtc.Kernel:
         defines, shared = self.defines(pipeline, float32, quantize), self.shared_bytes(pipeline)
         return nvrtc.load_kernel("dense_skinny.cu", "dense_skinny", defines, self.packed.device, shared_bytes=shared)
+
+    def prepare(self, float32: bool, quantize: bool) -> None:
+        """Compile and load what a call may launch."""
+        for pipeline in self.pipelines:
+            self.kernel(pipeline, float32, quantize)
 
     def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool) -> None:
         rows, g = x.shape[0], self.geometry

@@ -103,6 +103,11 @@ class WgmmaProduct:
         defines, shared = self.defines(tile, float32, quantize), self.shared_bytes(tile)
         return nvrtc.load_kernel("dense_wgmma.cu", "dense_wgmma", defines, self.packed.device, shared_bytes=shared)
 
+    def prepare(self, float32: bool, quantize: bool) -> None:
+        """Compile and load what a call may launch."""
+        for tile in self.tiles:
+            self.kernel(tile, float32, quantize)
+
     def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool) -> None:
         rows = x.shape[0]
         tile = next((t for t in self.tiles if rows <= t.rows), self.tiles[-1])

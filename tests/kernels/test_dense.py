@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.checkpoint import codecs
-from deepinfer.kernels import dense, dense_packing, dense_skinny, dense_triton, dense_wgmma, nvrtc
+from deepinfer.kernels import dense, dense_packing, dense_plans, dense_skinny, dense_triton, dense_wgmma, nvrtc
 from deepinfer.ops import number_formats as nf
 
 pytestmark = pytest.mark.gpu
@@ -212,6 +212,38 @@ def test_geometry_covers_every_block_once_and_fits(name):
     assert covered == list(range(chunks))
 
 
+@pytest.mark.parametrize("name", RELEASED)
+def test_shares_of_the_ring_are_nearly_equal(name):
+    n, k, groups = RELEASED[name]
+    chunks, blocks = -(-k // 64), n // 32
+    best = dense_skinny.equal_shares(blocks, chunks, blocks // groups)[0]
+    assert 110 <= -(-blocks // best.row_warps) * best.cluster <= 132
+    share = best.row_warps * -(-chunks // best.cluster)
+    assert share * 132 <= 1.2 * blocks * chunks
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_plans_rise_and_fit(name):
+    n, k, groups = RELEASED[name]
+    packed = torch.empty(n // 32, -(-k // 64), 1)
+    limits = []
+    for step in dense_plans.plan(n, k, groups):
+        limits.append(step.max_rows)
+        if isinstance(step, dense_plans.Few):
+            few = dense_skinny.SkinnyProduct(packed, packed, (n, k), groups, step.geometry, step.pipelines)
+            assert list(step.pipelines) == few.pipelines or step.geometry is None
+            # several row passes read the weights again: the step ends with its largest tile
+            assert step.max_rows <= 8 * few.pipelines[-1].row_tiles
+            assert (n // 32 // groups) % few.geometry.row_warps == 0 or groups == 1
+        else:
+            many = dense_wgmma.WgmmaProduct(packed, packed, (n, k), groups, step.cluster, step.tiles)
+            assert many.tiles == list(step.tiles)
+            for tile in many.tiles:
+                assert many.shared_bytes(tile) * tile.min_ctas <= 227 * 1024, tile
+                assert n // groups % tile.weight_rows == 0
+    assert limits == sorted(set(limits))
+
+
 def compiler_is_here() -> bool:
     try:
         return nvrtc._nvrtc() is not None
@@ -220,12 +252,12 @@ def compiler_is_here() -> bool:
 
 
 @pytest.mark.skipif(not compiler_is_here(), reason="NVRTC is not installed")
-@pytest.mark.parametrize("changes", [{}, {"FP8": 0}, {"OUT_F32": 1}, {"CLUSTER": 1}])
+@pytest.mark.parametrize("changes", [{}, {"FP8": 0}, {"OUT_F32": 1}, {"CLUSTER": 1}, {"RING": 1, "EARLY": 1}])
 def test_cuda_source_compiles(changes, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "_cache_directory", tmp_path)
     defines = {
         "N": 64, "OUT_N": 64, "K": 256, "WM": 2, "WK": 2, "CLUSTER": 2, "NT": 1, "DEPTH": 2, "MIN_CTAS": 4,
-        "LOAD_HINT": 0, "FP8": 1, "GROUP_N": 64, "OUT_F32": 0, "QUANTIZE": 0,
+        "LOAD_HINT": 0, "RING": 0, "EARLY": 0, "FP8": 1, "GROUP_N": 64, "OUT_F32": 0, "QUANTIZE": 0,
     }  # fmt: skip
     assert nvrtc.compile_cubin("dense_skinny.cu", defines | changes, "sm_90a").startswith(b"\x7fELF")
 

@@ -9,9 +9,14 @@
 // the output in question (distributed shared memory) and are added there in the order of K. The order depends on the
 // shape alone, never on the number of rows: a row's bits are the same in every batch.
 //
-// Compile-time constants: N (a multiple of 32), OUT_N (columns of y that exist), K; WM, WK, CLUSTER (geometry), NT (8-row activation tiles), DEPTH (blocks in flight per
-// warp), FP8 (1: e4m3 with a scale per 32x32, 0: bf16 weights), GROUP_N (weight rows that share an input; N if not
-// grouped), OUT_F32, QUANTIZE (round the output to FP8 in groups of 32), MIN_CTAS, LOAD_HINT.
+// A warp's blocks follow each other in memory. It keeps DEPTH of them in flight, in one of two ways: in its registers
+// (RING 0), or in a ring of its own in shared memory that the bulk copy engine fills (RING 1). With the ring, one CTA
+// per SM suffices, so the shares of all SMs can be made equal, and registers don't limit what is in flight.
+//
+// Compile-time constants: N (a multiple of 32), OUT_N (columns of y that exist), K; WM, WK, CLUSTER (geometry), NT
+// (8-row activation tiles), DEPTH, RING, FP8 (1: e4m3 with a scale per 32x32, 0: bf16 weights), GROUP_N (weight rows
+// that share an input; N if not grouped), OUT_F32, QUANTIZE (round the output to FP8 in groups of 32), MIN_CTAS,
+// LOAD_HINT, EARLY (1: the next kernel may start at once, 0: when this one has read its weights).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -27,6 +32,7 @@ typedef unsigned long long u64;
 #define UNITS (ROWS * WM)                          // outputs of a cluster, in units of 32 weight rows x 1 activation
 #define MAX_UNITS ((UNITS + CLUSTER - 1) / CLUSTER)
 #define SOURCES (CLUSTER * WK)                     // partial sums per output
+#define RING_BYTES (RING ? WM * WK * DEPTH * 2048 : 0)
 
 static_assert(N % 32 == 0 && K % 8 == 0, "shape");
 static_assert(GROUP_N % (32 * WM) == 0 || GROUP_N == N, "a CTA must not straddle two groups");
@@ -115,9 +121,48 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
 }
 
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barriers_ready() {  // for the copy engine as well
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  // Gives up after seconds: a wrong result is found sooner than a hang.
+  asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
+               "mov.u32 tries, 0;\n"
+               "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+               "add.u32 tries, tries, 1;\n"
+               "setp.lt.and.u32 more, tries, 4000000, !done;\n"
+               "@more bra again; }" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barrier) {  // one packed block
+#if LOAD_HINT == 2
+  asm volatile("{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1], 2048, [%2], policy; }" :: "r"(to), "l"(from), "r"(barrier) : "memory");
+#else
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 2048, [%2];"
+               :: "r"(to), "l"(from), "r"(barrier) : "memory");
+#endif
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
 }
 
 __device__ __forceinline__ float round_e4m3(float value) {
@@ -167,6 +212,19 @@ __device__ __forceinline__ void load_block(Block& block, const char* from) {
   for (int i = 0; i < 4; ++i) block.part[i] = load_weights(from + i * 512);
 }
 
+__device__ __forceinline__ void fetch_block(u32 stage, const char* from, u32 full) {  // one lane
+  barrier_expect(full, 2048);
+  copy_weights(stage, from, full);
+}
+
+__device__ __forceinline__ u32 scale_of(const u32 (&lane_scales)[(MAX_CHUNKS / WK + 32) / 32], int i) {
+  u32 scale = lane_scales[0];
+#pragma unroll
+  for (int word = 1; word < (MAX_CHUNKS / WK + 32) / 32; ++word)
+    if (i >= word * 32) scale = lane_scales[word];
+  return __shfl_sync(~0u, scale, i % 32);
+}
+
 // One packed block times BLOCK_K columns of every activation row. `x` is this lane's ldmatrix address of row tile 0.
 __device__ __forceinline__ void multiply_block(float (&sum)[2][NT][4], const Block& block, u32 scales, u32 x) {
 #if FP8
@@ -212,9 +270,9 @@ __device__ __forceinline__ void multiply_block(float (&sum)[2][NT][4], const Blo
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, const u16* __restrict__ x,
              void* __restrict__ y, int rows, long long x_stride) {
-  extern __shared__ __align__(16) char shared[];
-  float* partial = (float*)shared;                     // [SOURCES][MAX_UNITS][32]
-  char* x_shared = shared + SOURCES * MAX_UNITS * 128;  // [ROWS][X_STRIDE]
+  extern __shared__ __align__(16) char shared[];  // [warps][DEPTH][2048] of the ring come first
+  float* partial = (float*)(shared + RING_BYTES);                    // [SOURCES][MAX_UNITS][32]
+  char* x_shared = shared + RING_BYTES + SOURCES * MAX_UNITS * 128;  // [ROWS][X_STRIDE]
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % WM, k_warp = warp / WM;
   const int rank = (int)cluster_rank(), tile = blockIdx.x / CLUSTER, first_row = blockIdx.y * ROWS;
@@ -226,11 +284,26 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
   cluster_start();
   // The weights don't depend on earlier kernels: their loads start before anything is waited for.
   const long long at = (long long)block_row * NUM_CHUNKS + first + warp_first;
+#if RING
+  __shared__ __align__(8) u64 barriers[WM * WK * DEPTH];
+  const char* from = weights + at * 2048;
+  const u32 ring = shared_address(shared) + warp * (DEPTH * 2048), full = shared_address(barriers) + warp * (DEPTH * 8);
+  if (lane == 0) {
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) barrier_init(full + 8 * d, 1);
+    barriers_ready();
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d)
+      if (d < warp_count) fetch_block(ring + d * 2048, from + d * 2048, full + 8 * d);
+  }
+  __syncwarp();
+#else
   const char* from = weights + at * 2048 + lane * 16;
   Block block[DEPTH];
 #pragma unroll
   for (int d = 0; d < DEPTH; ++d)
     if (d < warp_count) load_block(block[d], from + d * 2048);
+#endif
   u32 lane_scales[(MAX_CHUNKS / WK + 32) / 32];  // scale of chunk i: in lane i % 32
 #if FP8
 #pragma unroll
@@ -239,12 +312,15 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
 #endif
 
   wait_for_earlier_kernels();
+  if (EARLY) let_next_kernel_start();
   const u16* x_group = x + (tile * 32 * WM / GROUP_N) * (long long)K + first * BLOCK_K;
   const int columns = min(count * BLOCK_K, K - first * BLOCK_K);
   const int pieces = count * (BLOCK_K / 8);
-  for (int i = threadIdx.x; i < ROWS * pieces; i += THREADS) {
+  // Rows that don't exist may hold anything: they meet no other row's sums. Columns that don't exist must be zero.
+  const int existing = min(ROWS, rows - first_row);
+  for (int i = threadIdx.x; i < existing * pieces; i += THREADS) {
     const int row = i / pieces, column = (i - row * pieces) * 8;
-    const bool exists = first_row + row < rows && column < columns;
+    const bool exists = column < columns;
     const u16* source = exists ? x_group + (first_row + row) * x_stride + column : x;
     copy_async(shared_address(x_shared) + row * X_STRIDE + column * 2, source, exists ? 16 : 0);
   }
@@ -253,24 +329,33 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
 
   float sum[2][NT][4] = {};
   const u32 x_lane = shared_address(x_shared) + (lane % 8) * X_STRIDE + (lane / 8) * 16 + warp_first * (BLOCK_K * 2);
+#if RING
+  int stage = 0;
+  u32 parity = 0;
+  for (int i = 0; i < warp_count; ++i) {
+    const u32 scale = FP8 ? scale_of(lane_scales, i) : 0;
+    barrier_wait(full + 8 * stage, parity);
+    Block block;
+#pragma unroll
+    for (int part = 0; part < 4; ++part) block.part[part] = load_shared(ring + stage * 2048 + part * 512 + lane * 16);
+    multiply_block(sum, block, scale, x_lane + i * (BLOCK_K * 2));
+    __syncwarp();  // every lane has its part of the block
+    if (lane == 0 && i + DEPTH < warp_count) fetch_block(ring + stage * 2048, from + (i + DEPTH) * 2048, full + 8 * stage);
+    if (++stage == DEPTH) stage = 0, parity ^= 1;
+  }
+#else
   for (int base = 0; base < warp_count; base += DEPTH) {
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
       const int i = base + d;
       if (i < warp_count) {
-        u32 scale = 0;
-#if FP8
-        scale = lane_scales[0];
-#pragma unroll
-        for (int word = 1; word < (MAX_CHUNKS / WK + 32) / 32; ++word)
-          if (i >= word * 32) scale = lane_scales[word];
-        scale = __shfl_sync(~0u, scale, i % 32);
-#endif
-        multiply_block(sum, block[d], scale, x_lane + i * (BLOCK_K * 2));
+        multiply_block(sum, block[d], FP8 ? scale_of(lane_scales, i) : 0, x_lane + i * (BLOCK_K * 2));
         if (i + DEPTH < warp_count) load_block(block[d], from + (i + DEPTH) * 2048);
       }
     }
   }
+#endif
+  if (!EARLY) let_next_kernel_start();
 
   // Partial sums to the CTA that finishes them: unit (row, block row) belongs to rank unit % CLUSTER.
   cluster_started();

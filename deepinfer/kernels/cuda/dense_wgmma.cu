@@ -115,7 +115,9 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
 }
 
-__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barriers_ready() {  // for the copy engine as well
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
@@ -322,12 +324,19 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
   const int tile = blockIdx.x / CLUSTER, first_row = blockIdx.y * NB, first_block = tile * TILE_BLOCKS;
   const int first = rank * NUM_CHUNKS / CLUSTER, count = (rank + 1) * NUM_CHUNKS / CLUSTER - first;
 
-  if (threadIdx.x == 0) {
+  const int blocks = min(TILE_BLOCKS, NUM_BLOCK_ROWS - first_block), ahead = min(STAGES, count);
+  const char* from = weights + ((long long)first_block * NUM_CHUNKS + first) * 2048;
+  if (threadIdx.x == 32 * CONSUMER_WARPS) {  // the producer: weights don't depend on earlier kernels
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, CONSUMER_WARPS);
     }
     barriers_ready();
+    for (int c = 0; c < ahead; ++c) {
+      barrier_expect(full + 8 * c, blocks * 2048 + X_BYTES);
+      for (int b = 0; b < blocks; ++b)
+        copy_weights(w_stages + c * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048, full + 8 * c);
+    }
   }
   for (int i = threadIdx.x; i < TILE_BLOCKS * count; i += THREADS) {  // word [chunk][block]
     const int block = first_block + i % TILE_BLOCKS;
@@ -339,15 +348,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
   if (warp >= CONSUMER_WARPS) {
     give_registers();
     if (warp == CONSUMER_WARPS && lane == 0) {
-      const int blocks = min(TILE_BLOCKS, NUM_BLOCK_ROWS - first_block);
       const int x_column = first_block * 32 / GROUP_N * K + first * 64;
-      const char* from = weights + ((long long)first_block * NUM_CHUNKS + first) * 2048;
-      const int ahead = min(STAGES, count);
-      for (int c = 0; c < ahead; ++c) {  // weights don't depend on earlier kernels
-        barrier_expect(full + 8 * c, blocks * 2048 + X_BYTES);
-        for (int b = 0; b < blocks; ++b)
-          copy_weights(w_stages + c * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048, full + 8 * c);
-      }
       wait_for_earlier_kernels();
       for (int c = 0; c < ahead; ++c)
         copy_activations(x_stages + c * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * c);
