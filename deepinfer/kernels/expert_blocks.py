@@ -2,7 +2,8 @@
 
 Pair ``p`` is place ``p % k`` of row ``p // k``. The pairs of one expert lie together, cut into blocks of ``block``
 pairs; the last block of an expert is filled up with the number of pairs, which stands for nothing. Pairs of expert -1
-(padding, or experts of another rank) are in no block. Built on the device: one launch, no host reads.
+(padding, or experts of another rank) are in no block. A row's experts are distinct. Built on the device: one launch, no
+host reads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from deepinfer.kernels import route_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,26 @@ class ExpertBlocks:
     place: Tensor
     """int32 ``[pairs]``: where a pair stands in ``ordered``; -1 for pairs of no expert."""
 
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What a kernel that orders writes."""
+        return self.ordered, self.block_expert, self.num_ordered, self.offsets, self.place
+
 
 def max_blocks(num_pairs: int, num_experts: int, block: int) -> int:
     """Blocks that ``num_pairs`` pairs can need at most: each expert may leave one block partly filled."""
     return max(1, num_pairs // block + min(num_pairs, num_experts))
+
+
+def new_blocks(num_pairs: int, num_experts: int, block: int, device: torch.device) -> ExpertBlocks:
+    """Room for the order of ``num_pairs`` pairs; the kernels write all of it that is defined."""
+    blocks = max_blocks(num_pairs, num_experts, block)
+    sizes = [blocks * block, blocks, 1, num_experts + 1, num_pairs]
+    return ExpertBlocks(block, num_pairs, *torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes))
+
+
+MAX_LANES = 1024
+"""Pairs that a program counts at once: Triton 3.6 does not compile a histogram of 2,048 for Hopper."""
 
 
 @triton.jit
@@ -89,19 +108,23 @@ def _order_kernel(
         done += PAIRS
 
 
-def order_pairs(experts: Tensor, num_experts: int, block: int) -> ExpertBlocks:
+def order_pairs(experts: Tensor, num_experts: int, block: int, *, cuda: bool | None = None) -> ExpertBlocks:
     """Order the pairs of ``experts`` (int32 ``[rows, k]``, -1 for none) into blocks of one expert each.
 
     A block of 1 gives the plain order of a contiguous grouped product. Within an expert the pairs keep their order, so
     the result is the same every time.
+
+    Args:
+        cuda: force :mod:`route_cuda` (True) or Triton (False); default the former where it can.
     """
-    num_pairs, device = experts.numel(), experts.device
-    blocks = max_blocks(num_pairs, num_experts, block)
-    buffer = torch.empty(blocks * (block + 1) + 1 + num_experts + 1 + num_pairs, dtype=torch.int32, device=device)
-    ordered, block_expert, total, offsets, place = buffer.split([blocks * block, blocks, 1, num_experts + 1, num_pairs])
+    num_pairs = experts.numel()
+    found = new_blocks(num_pairs, num_experts, block, experts.device)
+    if cuda if cuda is not None else route_cuda.accepts_order(experts, num_experts):
+        route_cuda.order_pairs(experts, num_experts, found.buffers, block)
+        return found
+    lanes = min(MAX_LANES, max(128, triton.next_power_of_2(num_pairs)))
     _order_kernel[(num_experts,)](
-        experts, ordered, block_expert, total, offsets, place, num_pairs, num_experts,
-        PAIRS=min(2048, max(128, triton.next_power_of_2(num_pairs))), BLOCK=block,
-        EXPERTS=triton.next_power_of_2(num_experts + 1), FILL=triton.next_power_of_2(block),
+        experts, *found.buffers, num_pairs, num_experts,
+        PAIRS=lanes, BLOCK=block, EXPERTS=triton.next_power_of_2(num_experts + 1), FILL=triton.next_power_of_2(block),
     )  # fmt: skip
-    return ExpertBlocks(block, num_pairs, ordered, block_expert, total, offsets, place)
+    return found

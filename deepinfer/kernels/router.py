@@ -1,28 +1,38 @@
 """The router: scores of all experts, the best of them, their weights, and the pairs in the order of their experts.
 
-Up to ``FUSED_ROWS`` rows all of it is one launch: programs over (expert tile, slice of hidden, row tile) write partial
-logits; the last one to finish a row tile selects for its rows; the last row tile orders the pairs. With more rows the
-selection is a second launch with one program per row. Every logit is summed in the same order at every batch size.
+On Hopper two CUDA launches (:mod:`route_cuda`): partial logits, then selection and order, which begins while the first
+ends. Elsewhere Triton: up to ``FUSED_ROWS`` rows all of it is one launch, with more rows the selection is a second one.
+Every logit is summed in the same order at every batch size (with CUDA up to ``MAX_OWN_ROWS`` rows, or ``invariant``;
+above, cuBLAS makes the logits).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.expert_blocks import ExpertBlocks, max_blocks, order_pairs
+from deepinfer.kernels import route_cuda
+from deepinfer.kernels.dense import Bf16Linear
+from deepinfer.kernels.expert_blocks import ExpertBlocks, new_blocks, order_pairs
 
+Way = Literal["cuda", "one launch", "two launches"]
+"""CUDA, or Triton in one launch or two."""
+MAX_OWN_ROWS = 512
+"""CUDA: up to here our kernel makes the logits, above cuBLAS."""
+CLUSTER_ROWS = 64
+"""CUDA: up to here the selection orders the pairs, above a launch of its own."""
 FUSED_ROWS = 32
-"""Above this one program per row selects faster than one per 16 rows."""
+"""Triton: above this one program per row selects faster than one per 16 rows."""
 MAX_FUSED_TILES = 16
 ORDERED_PAIRS = 2048
-"""Up to this many pairs the last program of the selection orders them; above, a launch of its own."""
+"""Triton: up to this many pairs the last program of the selection orders them; above, a launch of its own."""
 SLICE = 1024
-"""Columns of hidden per program: fixed, so that the order of summation does not depend on the batch."""
+"""Triton: columns of hidden per program, fixed, so that the order of summation does not depend on the batch."""
 
 
 @triton.jit
@@ -204,7 +214,7 @@ class Routing:
 
 
 class Router:
-    """Router of one layer: weights, and the counters of its fused kernel (so one step at a time)."""
+    """Router of one layer: weights, and the counters of Triton's one launch (so one step at a time)."""
 
     def __init__(self, gate: Tensor, bias: Tensor, image_bias: Tensor | None, num_selected: int, scale: float) -> None:
         """``gate`` bf16 ``[experts, hidden]``; ``bias`` and ``image_bias`` float32 ``[experts]``."""
@@ -212,6 +222,8 @@ class Router:
         self.gate, self.bias, self.image_bias = gate.contiguous(), bias, image_bias
         self.num_experts, self.hidden = gate.shape
         self.num_selected, self.scale = num_selected, scale
+        self.has_cuda = route_cuda.accepts_router(gate, num_selected)
+        self._many_rows = Bf16Linear(self.gate, skinny=False)
         num_counters = self.num_experts + 1 + MAX_FUSED_TILES
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=gate.device)
 
@@ -222,7 +234,8 @@ class Router:
         positions: Tensor | None = None,
         is_image: Tensor | None = None,
         block: int = 0,
-        fused: bool | None = None,
+        invariant: bool = False,
+        way: Way | None = None,
     ) -> Routing:
         """Route ``x``, bf16 ``[rows, hidden]`` contiguous (not rounded by Q8).
 
@@ -230,34 +243,69 @@ class Router:
             positions: int32 ``[rows]``; rows with -1 are padding: expert -1, weight 0.
             is_image: bool or uint8 ``[rows]``: rows of image spans take ``image_bias``.
             block: order the pairs into blocks of this many, 0 for not.
-            fused: force one launch or two; default by the number of rows.
+            invariant: a row's result does not depend on the number of rows, however many.
+            way: default by device and number of rows.
         """
-        rows, experts, top = x.shape[0], self.num_experts, self.num_selected
-        pairs, device = rows * top, x.device
-        is_fused = rows <= FUSED_ROWS if fused is None else fused and rows <= 16 * MAX_FUSED_TILES
-        inner_block = block if pairs <= ORDERED_PAIRS else 0
-        slices = triton.cdiv(self.hidden, SLICE)
-        partial = torch.empty(slices * rows * experts, dtype=torch.float32, device=device)
-        chosen = torch.empty(rows, top, dtype=torch.int32, device=device)
-        weights = torch.empty(rows, top, dtype=torch.float32, device=device)
-        blocks = max_blocks(pairs, experts, inner_block) if inner_block else 0
-        buffer = torch.empty(blocks * (inner_block + 1) + 1 + experts + 1 + 2 * pairs, dtype=torch.int32, device=device)
-        ordered, block_expert, total, offsets, place, slots = buffer.split(
-            [blocks * inner_block, blocks, 1, experts + 1, pairs, pairs]
-        )
-        none = partial
-        rest = (
-            none if self.image_bias is None else self.image_bias,
-            none if is_image is None else is_image.view(torch.uint8),
-            none if positions is None else positions,
+        rows, device = x.shape[0], x.device
+        if way is None:
+            way = "cuda" if self.has_cuda else "one launch" if rows <= FUSED_ROWS else "two launches"
+        experts = torch.empty(rows, self.num_selected, dtype=torch.int32, device=device)
+        weights = torch.empty(rows, self.num_selected, dtype=torch.float32, device=device)
+        if rows == 0:
+            return Routing(experts, weights, order_pairs(experts, self.num_experts, block) if block else None)
+        image = is_image.view(torch.uint8) if is_image is not None and self.image_bias is not None else None
+        is_ordered = rows <= CLUSTER_ROWS if way == "cuda" else experts.numel() <= ORDERED_PAIRS
+        blocks = new_blocks(experts.numel(), self.num_experts, block, device) if block and is_ordered else None
+        if way == "cuda":
+            self._cuda(x, positions, image, experts, weights, blocks, invariant)
+        else:
+            self._triton(x, positions, image, experts, weights, blocks, way == "one launch")
+        if block and blocks is None:
+            blocks = order_pairs(experts, self.num_experts, block)
+        return Routing(experts, weights, blocks)
+
+    def _cuda(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        is_image: Tensor | None,
+        experts: Tensor,
+        weights: Tensor,
+        blocks: ExpertBlocks | None,
+        invariant: bool,
+    ) -> None:
+        if invariant or x.shape[0] <= MAX_OWN_ROWS:
+            partial = route_cuda.logits(x, self.gate)
+        else:
+            partial = self._many_rows.forward(x, dtype=torch.float32).unsqueeze(0)
+        route_cuda.select(
+            partial, self.bias, self.image_bias, is_image, positions, self.scale, experts, weights,
+            *((None, 0) if blocks is None else (blocks.buffers, blocks.block)),
         )  # fmt: skip
-        order = (self._counters, slots, ordered, block_expert, total, offsets, place)
-        has_image = is_image is not None and self.image_bias is not None
-        pair_lanes = max(128, triton.next_power_of_2(min(pairs, ORDERED_PAIRS)))
+
+    def _triton(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        is_image: Tensor | None,
+        chosen: Tensor,
+        weights: Tensor,
+        blocks: ExpertBlocks | None,
+        is_fused: bool,
+    ) -> None:
+        (rows, top), experts, pairs = chosen.shape, self.num_experts, chosen.numel()
+        is_fused &= rows <= 16 * MAX_FUSED_TILES
+        slices = triton.cdiv(self.hidden, SLICE)
+        partial = torch.empty(slices * rows * experts, dtype=torch.float32, device=x.device)
+        slots = torch.empty(pairs, dtype=torch.int32, device=x.device)
+        none = partial
+        rest = tuple(none if part is None else part for part in (self.image_bias, is_image, positions))
+        order = (self._counters, slots, *((none,) * 5 if blocks is None else blocks.buffers))
         common = {
-            "experts": experts, "SLICES": slices, "TOP": top, "HAS_IMAGE": has_image,
-            "HAS_POSITIONS": positions is not None, "BLOCK": inner_block, "ALL_E": triton.next_power_of_2(experts),
-            "BLOCK_TOP": triton.next_power_of_2(top), "PAIRS": pair_lanes,
+            "experts": experts, "SLICES": slices, "TOP": top, "HAS_IMAGE": is_image is not None,
+            "HAS_POSITIONS": positions is not None, "BLOCK": 0 if blocks is None else blocks.block,
+            "ALL_E": triton.next_power_of_2(experts), "BLOCK_TOP": triton.next_power_of_2(top),
+            "PAIRS": max(128, triton.next_power_of_2(min(pairs, ORDERED_PAIRS))),
         }  # fmt: skip
         block_e, block_r, warps = (16, 16, 4 if rows <= 4 else 8) if is_fused else (64, 64, 2)
         _route_kernel[(triton.cdiv(experts, block_e), slices, triton.cdiv(rows, block_r))](
@@ -269,7 +317,3 @@ class Router:
             _select_kernel[(rows,)](
                 partial, self.bias, *rest, chosen, weights, *order, rows, pairs, self.scale, **common, num_warps=4
             )
-        if block and not inner_block:
-            return Routing(chosen, weights, order_pairs(chosen, experts, block))
-        found = ExpertBlocks(block, pairs, ordered, block_expert, total, offsets, place) if block else None
-        return Routing(chosen, weights, found)
