@@ -206,6 +206,7 @@ class Bf16Linear:
         if skinny and nvrtc.is_available(weight.device) and weight.shape[1] % 8 == 0:
             packed = dense_packing.pack_bf16(weight)
             self._skinny = SkinnyProduct(packed, None, (self.num_outputs, self.num_inputs), geometry=geometry)
+            torch.cuda.synchronize(weight.device)  # see Fp8Linear
 
     def forward(
         self,

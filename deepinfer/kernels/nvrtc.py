@@ -2,6 +2,20 @@
 
 Uses the driver and NVRTC through ctypes: both come with torch, so nothing else is needed and importing this module
 works everywhere. A launch does not synchronise and can be captured in a CUDA graph; load kernels before capturing.
+
+Overlapped launches (programmatic dependent launch): a kernel launched with ``overlap`` may begin as soon as every CTA
+of the kernel before it in the stream has executed ``griddepcontrol.launch_dependents`` or has ended. Its own
+``griddepcontrol.wait`` returns when that kernel has ended and its writes are visible. Kernels further back have ended
+by then too, provided that the kernel before waited for them: it was launched without ``overlap``, or it executes
+``griddepcontrol.wait`` itself. Hence the rule for a kernel that is launched with ``overlap``, after any kernel:
+
+- it executes ``griddepcontrol.wait`` on every path, in each CTA;
+- before that it reads only what no kernel in flight can write (weights, complete since they were loaded) and writes no
+  global memory, since the allocator may have given it a buffer that an earlier kernel still reads;
+- in a CTA where one thread waits for all, the others touch global memory other than weights only after a barrier that
+  follows the wait.
+
+Kernels launched without ``overlap`` (torch's, Triton's) begin when everything before them has ended, as ever.
 """
 
 from __future__ import annotations
@@ -82,8 +96,8 @@ class Kernel:
         Args:
             arguments: tensors (passed as pointers), ints (32 bits) or ctypes values, in the kernel's order.
             cluster: CTAs per cluster along x; the grid's x is a multiple of it.
-            overlap: programmatic dependent launch: start while earlier kernels finish. The kernel itself waits
-                (``griddepcontrol.wait``) before it touches what they write.
+            overlap: programmatic dependent launch: start while the kernel before finishes. Only for kernels that keep
+                the rule at the top of this module.
         """
         assert shared_bytes <= self._max_shared_bytes, (self._name, shared_bytes)
         values = [_as_ctypes(argument) for argument in arguments]

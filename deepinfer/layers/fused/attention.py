@@ -42,7 +42,7 @@ class Attention:
         """The sublayer's output ``[rows, hidden]`` bf16; entries of these rows are published before."""
         rows, own = step.rows, caches[self.plan.layer_id]
         cos, sin = rows.angles(self.plan.ratio)
-        projected = self.query_and_key.forward(inputs.rounded)
+        projected = self.query_and_key.forward(inputs.rounded, overlap=True)
         records = None
         if not rows.keys_first:
             records = own.window.data.new_empty(rows.num_rows, own.window.data.shape[1])
@@ -57,7 +57,7 @@ class Attention:
             ring=own.window.data if rows.keys_first else None,
             ring_slot=rows.ring_slot if rows.keys_first else None,
         )
-        queries = self.query.forward(latent)
+        queries = self.query.forward(latent, overlap=True)
         width = self.heads * self.head_dim
         entries, entry_slots = self._selection(inputs.x, queries[:, width:], step, caches)
         context = sparse_attention(
@@ -76,10 +76,9 @@ class Attention:
         )
         if records is not None:
             store_ring(records, rows.ring_slot, own.window.data)
-        low = self.output_a.forward(
-            context.view(-1, self.groups, context.shape[1] // self.groups), quantize_output=True
-        )
-        return self.output_b.forward(low)
+        context = context.view(-1, self.groups, context.shape[1] // self.groups)
+        low = self.output_a.forward(context, quantize_output=True, overlap=True)
+        return self.output_b.forward(low, overlap=True)
 
     def publish(self, inputs: SublayerInput, step: FusedStep, caches: Sequence[LayerCaches]) -> None:
         """Write the entries and index keys that the rows complete, at a KV source."""

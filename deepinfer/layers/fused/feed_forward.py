@@ -42,9 +42,8 @@ class FeedForward:
         """Outputs of the chosen experts and of the shared one, each rounded to bf16, not yet added up."""
         rows, experts = inputs.x.shape[0], self.experts
         routing = self.router.forward(inputs.x, positions=step.rows.positions, block=experts.block_of(rows))
-        shared = self.down.forward(
-            swiglu_rounded(self.gate_up.forward(inputs.rounded, dtype=torch.float32), self.limit)
-        )
+        gate_up = self.gate_up.forward(inputs.rounded, dtype=torch.float32, overlap=True)
+        shared = self.down.forward(swiglu_rounded(gate_up, self.limit), overlap=True)
         routed = experts.forward(ExpertInput(inputs.rounded, inputs.codes, inputs.scales), routing)
         if routed.place is not None:
             return sum_experts(routed.values, experts.num_selected, place=routed.place, shared=shared)
