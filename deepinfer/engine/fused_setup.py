@@ -64,6 +64,7 @@ def load_fused_runner(
         token_map=torch.tensor(vocab.token_map, dtype=torch.int64),
         num_compressed=vocab.size,
         max_rows=config.scheduler.max_num_batched_tokens,
+        invariant=config.batch_invariant,
     )
     draft = load_fused_draft(model, loader) if config.speculation.num_tokens else None
     loader.close()

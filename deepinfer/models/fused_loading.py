@@ -22,7 +22,9 @@ Precision = Literal["faithful", "fast"]
 TablePlace = Literal["device", "pinned", "mapped"]
 
 
-def expert_maker(loader: DeviceLoader, config: TextConfig, precision: Precision) -> MakeExperts:
+def expert_maker(
+    loader: DeviceLoader, config: TextConfig, precision: Precision, invariant: bool = False
+) -> MakeExperts:
     """Builds the routed experts of a block from its stacked weights, which are let go afterwards."""
 
     def make(source: PackedSource, num_experts: int) -> RoutedExperts:
@@ -37,7 +39,9 @@ def expert_maker(loader: DeviceLoader, config: TextConfig, precision: Precision)
         stack = loader.expert_stack(block, "w2")
         num_selected = config.dspark_num_experts_per_tok if is_draft else config.num_experts_per_tok
         down = PackedExperts(stack.codes, stack.scales)
-        return build_experts(gate_up, down, num_selected, config.swiglu_limit, precision=precision)
+        return build_experts(
+            gate_up, down, num_selected, config.swiglu_limit, precision=precision, batch_invariant=invariant
+        )
 
     return make
 
@@ -52,6 +56,7 @@ def load_fused(
     num_compressed: int | None = None,
     table_place: TablePlace = "device",
     max_rows: int = 8192,
+    invariant: bool = False,
     on_layer: Callable[[int], None] = lambda done: None,
 ) -> FusedV41:
     """Load the backbone.
@@ -60,6 +65,7 @@ def load_fused(
         token_map: ``[vocab]`` int64 compressed vocabulary, its size in ``num_compressed``; default every id is its own.
         table_place: memory of the n-gram tables.
         max_rows: rows of the largest step.
+        invariant: a row's result does not depend on the rest of the batch.
     """
     text = config.text
     if token_map is None or num_compressed is None:
@@ -82,9 +88,11 @@ def load_fused(
         return DeviceTable(codes, scales, constants, max_rows)
 
     numerics = Numerics.from_mode("faithful")
-    return FusedV41(text, loader, numerics, device, expert_maker(loader, text, precision), place, on_layer)
+    experts = expert_maker(loader, text, precision, invariant)
+    return FusedV41(text, loader, numerics, device, experts, place, on_layer, invariant)
 
 
 def load_fused_draft(backbone: FusedV41, loader: DeviceLoader, precision: Precision = "faithful") -> FusedDSpark:
     """Load the draft behind its backbone."""
-    return FusedDSpark(backbone, loader, expert_maker(loader, backbone.config, precision))
+    experts = expert_maker(loader, backbone.config, precision, backbone.invariant)
+    return FusedDSpark(backbone, loader, experts)

@@ -28,6 +28,8 @@ from deepinfer.layers.weights import TensorSource
 from deepinfer.ops.numerics import Numerics
 from deepinfer.ops.registry import Ops
 
+_HEAD_ROWS = 64
+
 MakeExperts = Callable[[PackedSource, int], RoutedExperts]
 """(weights below ``ffn.``, number of experts) -> the routed experts of a layer."""
 
@@ -96,6 +98,7 @@ class FusedV41:
         source: checkpoint, real or dummy.
         make_experts: how routed experts are stored and multiplied.
         place_engram: layer number -> where its n-gram table lies and how its rows are fetched.
+        invariant: a row's result does not depend on the rest of the batch.
         on_layer: called after each layer is loaded, with the number of layers done.
     """
 
@@ -108,10 +111,12 @@ class FusedV41:
         make_experts: MakeExperts,
         place_engram: Callable[[int], EngramPlacement],
         on_layer: Callable[[int], None] = lambda done: None,
+        invariant: bool = False,
     ) -> None:
+        self.invariant = invariant
         self.config, self.numerics, self.device = config, numerics, device
         self.ops = Ops({})  # which kernels run is not chosen operator by operator
-        weights = PackedSource(source, device)
+        weights = PackedSource(source, device, invariant=invariant)
         self.embedding = weights.bf16("embed.weight")
         self.head = Bf16Linear(weights.bf16("head.weight"))
         self.norm = weights.bf16("norm.weight")
@@ -153,4 +158,9 @@ class FusedV41:
     def logits(self, trunk: Tensor, read_mix: Tensor) -> Tensor:
         """Logits ``[rows, vocab]`` in float32 for the given rows of :meth:`forward`'s result."""
         hidden = collapse_head(trunk, read_mix, self.norm, self.config.rms_norm_eps)
-        return self.head.forward(hidden, dtype=torch.float32)
+        if not self.invariant:
+            return self.head.forward(hidden, dtype=torch.float32)
+        # The library chooses its order of summation by the number of rows, so it always gets the same number.
+        padded = functional.pad(hidden, (0, 0, 0, -len(hidden) % _HEAD_ROWS))
+        parts = [self.head.forward(part, dtype=torch.float32) for part in padded.split(_HEAD_ROWS)]
+        return torch.cat(parts)[: len(hidden)]

@@ -24,7 +24,7 @@ class Attention:
     """Queries of this layer over its window and the entries that its selection source chose."""
 
     def __init__(self, config: TextConfig, plan: LayerPlan, weights: PackedSource) -> None:
-        self.plan, self.eps = plan, config.rms_norm_eps
+        self.plan, self.eps, self.invariant = plan, config.rms_norm_eps, weights.invariant
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.groups = config.o_groups
         self.query_and_key = Fp8Linear(*weights.fp8("wq_a.weight", "wkv.weight"))
@@ -42,7 +42,7 @@ class Attention:
         """The sublayer's output ``[rows, hidden]`` bf16; entries of these rows are published before."""
         rows, own = step.rows, caches[self.plan.layer_id]
         cos, sin = rows.angles(self.plan.ratio)
-        projected = self.query_and_key.forward(inputs.rounded, overlap=True)
+        projected = self.query_and_key.forward(inputs.rounded, overlap=True, invariant=self.invariant)
         records = None
         if not rows.keys_first:
             records = own.window.data.new_empty(rows.num_rows, own.window.data.shape[1])
@@ -57,7 +57,7 @@ class Attention:
             ring=own.window.data if rows.keys_first else None,
             ring_slot=rows.ring_slot if rows.keys_first else None,
         )
-        queries = self.query.forward(latent, overlap=True)
+        queries = self.query.forward(latent, overlap=True, invariant=self.invariant)
         width = self.heads * self.head_dim
         entries, entry_slots = self._selection(inputs.x, queries[:, width:], step, caches)
         context = sparse_attention(
@@ -73,12 +73,13 @@ class Attention:
             sin,
             quantize_output=True,
             split_weights=True,
+            invariant=self.invariant,
         )
         if records is not None:
             store_ring(records, rows.ring_slot, own.window.data)
         context = context.view(-1, self.groups, context.shape[1] // self.groups)
-        low = self.output_a.forward(context, quantize_output=True, overlap=True)
-        return self.output_b.forward(low, overlap=True)
+        low = self.output_a.forward(context, quantize_output=True, overlap=True, invariant=self.invariant)
+        return self.output_b.forward(low, overlap=True, invariant=self.invariant)
 
     def publish(self, inputs: SublayerInput, step: FusedStep, caches: Sequence[LayerCaches]) -> None:
         """Write the entries and index keys that the rows complete, at a KV source."""

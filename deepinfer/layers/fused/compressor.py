@@ -18,7 +18,7 @@ class Compressor:
     """Turns attention inputs into one latent per ``ratio`` tokens and publishes what later layers read."""
 
     def __init__(self, config: TextConfig, plan: LayerPlan, weights: PackedSource) -> None:
-        self.plan, self.eps = plan, config.rms_norm_eps
+        self.plan, self.eps, self.invariant = plan, config.rms_norm_eps, weights.invariant
         source = weights.child("compressor")
         names = ("wgate.weight", "wkv.weight") if plan.ratio == 2 else ("wkv.weight",)
         self.projection = Bf16Linear(source.bf16(*names))
@@ -32,7 +32,8 @@ class Compressor:
         """Write the entries that the rows ``x`` ``[rows, hidden]`` bf16 complete. A step may complete none."""
         stream, entries = rows.streams[self.plan.ratio], caches.entries
         assert entries is not None
-        projected = self.projection.forward(x, dtype=torch.float32 if self.plan.ratio == 2 else torch.bfloat16)
+        dtype = torch.float32 if self.plan.ratio == 2 else torch.bfloat16
+        projected = self.projection.forward(x, dtype=dtype, invariant=self.invariant)
         cos, sin = stream.entry_angles
         latent = publish_entries(
             projected,
@@ -49,5 +50,5 @@ class Compressor:
             stores_in_place=rows.keys_first,  # no chunk is longer than the spare room of the rings
         )
         if caches.index_keys is not None:
-            key = self.index_key.forward(latent)
+            key = self.index_key.forward(latent, invariant=self.invariant)
             publish_index_keys(key, self.index_key_norm, self.eps, cos, sin, stream.emit_slot, caches.index_keys.data)

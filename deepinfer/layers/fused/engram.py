@@ -24,7 +24,7 @@ class Engram:
     """
 
     def __init__(self, config: TextConfig, weights: PackedSource, placement: EngramPlacement) -> None:
-        self.eps, self.placement = config.rms_norm_eps, placement
+        self.eps, self.placement, self.invariant = config.rms_norm_eps, placement, weights.invariant
         source = weights.child("engram")
         self.projection = Fp8Linear(*source.fp8("wkv.weight"))
         self.gate_weight = source.fp32("q_weight") * source.fp32("k_weight")
@@ -37,7 +37,7 @@ class Engram:
         """Add what was found to the streams. Nothing may be pending."""
         assert residual.update is None
         # Table rows are stored in the format of a quantised activation, so they enter the product as they are.
-        keys_value = self.projection.forward(self.placement.rows())
+        keys_value = self.projection.forward(self.placement.rows(), invariant=self.invariant)
         residual.trunk = engram_gate(residual.trunk, keys_value, self.gate_weight, self.eps)
 
 

@@ -18,7 +18,7 @@ class Indexer:
     """Scores entries for every row and keeps the best ``index_topk``. Its query product is the attention's business."""
 
     def __init__(self, config: TextConfig, plan: LayerPlan, weights: PackedSource) -> None:
-        self.plan, self.topk = plan, config.index_topk
+        self.plan, self.topk, self.invariant = plan, config.index_topk, weights.invariant
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
         self.candidates = (config.candidate_block_size, config.candidate_topk_blocks)
         self.head_weights = Bf16Linear(weights.child("indexer").bf16("weights_proj.weight"))
@@ -33,14 +33,14 @@ class Indexer:
         rows, stream = step.rows, step.rows.streams[self.plan.ratio]
         cos, sin = rows.compressed_angles
         query = index_query(queries.unflatten(1, (self.heads, self.dim)), cos, sin)
-        head_weights = self.head_weights.forward(x)
+        head_weights = self.head_weights.forward(x, invariant=self.invariant)
         view = _view(rows, stream)
         if self.plan.mode is IndexMode.REINDEX and step.candidate_blocks is not None:
             blocks, size = step.candidate_blocks, self.candidates[0]
             found = index_candidates(query, head_weights, keys, view, blocks, size, self.topk)
         else:
             wanted = self.candidates if self.plan.is_candidate_source else None
-            found = index_full(query, head_weights, keys, view, self.topk, wanted)
+            found = index_full(query, head_weights, keys, view, self.topk, wanted, invariant=self.invariant)
             if self.plan.is_candidate_source:
                 step.candidate_blocks = found.blocks
         step.selections[self.plan.layer_id] = found.slots

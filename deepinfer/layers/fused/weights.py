@@ -25,14 +25,17 @@ class PackedSource:
     Args:
         source: checkpoint, real or dummy.
         prefix: put in front of every name.
+        invariant: for the layers made of these weights: a row's result must not depend on the rest of the batch.
     """
 
-    def __init__(self, source: TensorSource, device: torch.device, prefix: str = "") -> None:
-        self.source, self.device, self.prefix = source, device, prefix
+    def __init__(
+        self, source: TensorSource, device: torch.device, prefix: str = "", *, invariant: bool = False
+    ) -> None:
+        self.source, self.device, self.prefix, self.invariant = source, device, prefix, invariant
 
     def child(self, prefix: str) -> PackedSource:
         """The same source with ``prefix.`` in front of every name."""
-        return PackedSource(self.source, self.device, f"{self.prefix}{prefix}.")
+        return PackedSource(self.source, self.device, f"{self.prefix}{prefix}.", invariant=self.invariant)
 
     def fp8(self, *names: str) -> Fp8Weight:
         """FP8 matrices that share an input, stacked by output row (each has a multiple of 32 of them)."""
