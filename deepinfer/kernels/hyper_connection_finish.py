@@ -23,7 +23,7 @@ class Finished(NamedTuple):
     codes: Tensor | None
     """``[rows, hidden]`` uint8, e4m3 codes of x."""
     scales: Tensor | None
-    """``[rows, hidden / 32]`` uint8, ue8m0."""
+    """``[rows, hidden / 32]``: ue8m0 bytes (uint8), or the powers of two in float32."""
     mixes: Mixes | None
 
 
@@ -74,6 +74,7 @@ def hc_finish(
     wants_xq: bool = True,
     wants_codes: bool = False,
     wants_mixes: bool = True,
+    scale_dtype: torch.dtype = torch.uint8,
     columns: int = 512,
     num_warps: int = 4,
 ) -> Finished:
@@ -82,6 +83,7 @@ def hc_finish(
     Args:
         partial, h: from :func:`hc_write_read`.
         norm_weight: ``[hidden]`` bf16 or float32; scale: ``[3]``, base: ``[(2 + M) * M]`` float32.
+        scale_dtype: of the codes' scales, uint8 or float32.
         columns: of one program, a power of two of at least 32; no influence on the result.
     """
     rows, hidden = h.shape
@@ -91,7 +93,7 @@ def hc_finish(
     x = torch.empty_like(h)
     xq = torch.empty_like(h) if wants_xq else None
     codes = torch.empty_like(h, dtype=torch.uint8) if wants_codes else None
-    scales = h.new_empty(rows, hidden // 32, dtype=torch.uint8) if wants_codes else None
+    scales = h.new_empty(rows, hidden // 32, dtype=scale_dtype) if wants_codes else None
     packed, mixes = new_mixes(h, rows, streams)
     parts = triton.cdiv(hidden, columns)
     _finish_kernel[(rows, parts + wants_mixes)](

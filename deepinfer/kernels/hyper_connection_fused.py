@@ -146,6 +146,7 @@ def hc_enter(
     wants_feature: bool = False,
     wants_xq: bool = True,
     wants_codes: bool = False,
+    scale_dtype: torch.dtype = torch.uint8,
     out: Tensor | None = None,
     tile: Tile = DEFAULT_TILE,
 ) -> tuple[WriteRead, Finished]:
@@ -163,7 +164,7 @@ def hc_enter(
         assert read.h is not None
         finished = hc_finish(
             read.partial, read.h, norm_weight, scale, base, norm_eps, hc_eps, iterations,
-            wants_xq=wants_xq, wants_codes=wants_codes,
+            wants_xq=wants_xq, wants_codes=wants_codes, scale_dtype=scale_dtype,
         )  # fmt: skip
         return read, finished
     assert trunk.is_contiguous()
@@ -179,7 +180,7 @@ def hc_enter(
     x = trunk.new_empty(rows, hidden)
     xq = torch.empty_like(x) if wants_xq else None
     codes = torch.empty_like(x, dtype=torch.uint8) if wants_codes else None
-    scales = x.new_empty(rows, hidden // 32, dtype=torch.uint8) if wants_codes else None
+    scales = x.new_empty(rows, hidden // 32, dtype=scale_dtype) if wants_codes else None
     packed, new = new_mixes(trunk, rows, streams)
     together = {"launch_cooperative_grid": True} if trunk.is_cuda else {}
     _enter_kernel[(num_slices, triton.cdiv(rows, TILE_ROWS))](

@@ -304,11 +304,12 @@ def finish_mixes(
 
 @triton.jit
 def store_rounded(x, offsets, scale_offsets, mask, group_mask, xq, codes, scales):
-    """Q8 of bf16 ``x`` (last axis: 32 of a group): the rounded values, and/or codes and scale bytes."""
+    """Q8 of bf16 ``x`` (last axis: 32 of a group): the rounded values, and/or codes and scales (bytes or float32)."""
     scaled, rounded, exponent = q8_groups(x.to(tl.float32))
     if xq is not None:
         values = rounded * tl.expand_dims(power_of_two(exponent), len(x.shape) - 1)
         tl.store(xq + offsets, values.to(tl.bfloat16), mask)
     if codes is not None:
         tl.store(codes + offsets, e4m3_code(rounded, scaled), mask)
-        tl.store(scales + scale_offsets, (exponent + 127).to(tl.uint8), group_mask)
+        scale = power_of_two(exponent) if scales.dtype.element_ty == tl.float32 else exponent + 127
+        tl.store(scales + scale_offsets, scale.to(scales.dtype.element_ty), group_mask)

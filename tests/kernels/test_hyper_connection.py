@@ -102,6 +102,20 @@ def test_sublayer_input_and_mixes_match_the_reference(device: torch.device):
     assert torch.equal(found.codes, codes)
     assert torch.equal(found.scales, scales)
     assert torch.equal(found.xq.float(), nf.q8_round(found.x))
+    again = hc_finish(
+        done.partial,
+        done.h,
+        norm,
+        scale,
+        base,
+        NORM_EPS,
+        HC_EPS,
+        ITERATIONS,
+        wants_codes=True,
+        scale_dtype=torch.float32,
+    )
+    assert torch.equal(again.codes, codes)
+    assert torch.equal(again.scales, nf.scale_from_byte(scales))
     wide = hc_mixes(done.trunk, fn.double(), scale.double(), base.double(), NORM_EPS, HC_EPS, ITERATIONS)
     for name, expected in zip(("read", "write", "stream"), wide, strict=True):
         torch.testing.assert_close(getattr(found.mixes, name).double(), expected, rtol=5e-6, atol=1e-7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from deepinfer.kernels.dense import Fp8Linear
 from deepinfer.kernels.expert_sum import sum_experts
@@ -33,18 +34,25 @@ class FeedForward:
         make_experts: Callable[[PackedSource], RoutedExperts],
     ) -> None:
         self.limit = limit
-        self.router = Router(weights.bf16("gate.weight"), weights.fp32("gate.bias"), None, num_selected, scale)
+        bias, image_bias = weights.fp32("gate.bias"), weights.fp32("gate.bias_vl")
+        self.router = Router(weights.bf16("gate.weight"), bias, image_bias, num_selected, scale)
         self.experts = make_experts(weights)
         self.gate_up = Fp8Linear(*weights.fp8("shared_experts.w1.weight", "shared_experts.w3.weight"))
         self.down = Fp8Linear(*weights.fp8("shared_experts.w2.weight"))
 
-    def forward(self, inputs: SublayerInput, step: FusedStep) -> Update:
-        """Outputs of the chosen experts and of the shared one, each rounded to bf16, not yet added up."""
+    def forward(self, inputs: SublayerInput, step: FusedStep, is_image: Tensor | None = None) -> Update:
+        """Outputs of the chosen experts and of the shared one, each rounded to bf16, not yet added up.
+
+        Args:
+            is_image: bool or uint8 ``[rows]``, rows of image spans; None in steps without any.
+        """
         rows, experts = inputs.x.shape[0], self.experts
-        routing = self.router.forward(inputs.x, positions=step.rows.positions, block=experts.block_of(rows))
+        routing = self.router.forward(
+            inputs.x, positions=step.rows.positions, is_image=is_image, block=experts.block_of(rows)
+        )
         gate_up = self.gate_up.forward(inputs.rounded, dtype=torch.float32, overlap=True)
         shared = self.down.forward(swiglu_rounded(gate_up, self.limit), overlap=True)
-        routed = experts.forward(ExpertInput(inputs.rounded, inputs.codes, inputs.scales), routing)
+        routed = experts.forward(ExpertInput(inputs.x, inputs.codes, inputs.scales, inputs.rounded), routing)
         if routed.place is not None:
             return sum_experts(routed.values, experts.num_selected, place=routed.place, shared=shared)
         return ExpertOutputs(routed.values.view(rows, -1, routed.values.shape[1]), shared, routing.experts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from deepinfer.config.model import TextConfig
@@ -41,7 +42,7 @@ class SublayerInput:
     codes: Tensor | None = None
     """The same as e4m3 codes uint8 ``[rows, hidden]``, where asked for."""
     scales: Tensor | None = None
-    """ue8m0 bytes uint8 ``[rows, hidden / 32]``."""
+    """float32 ``[rows, hidden / 32]``, powers of two."""
 
     def of_rows(self, rows: Tensor) -> SublayerInput:
         """The same for some rows, ``[kept]`` int64."""
@@ -93,6 +94,7 @@ class HyperConnection:
             counters=self.counters,
             wants_feature=features is not None,
             wants_codes=self.wants_codes,
+            scale_dtype=torch.float32,
         )
         if features is not None and read.feature is not None:
             features.append(read.feature)
