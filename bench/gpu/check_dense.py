@@ -12,6 +12,7 @@ part runs in a process of its own, so that one that breaks the CUDA context does
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import multiprocessing
@@ -266,6 +267,28 @@ def times(all_rows: tuple[int, ...]) -> None:
     for rows, entry in sums.items():
         print(f"layer       rows {rows:5} | " + "  ".join(f"{key} {value:.1f}" for key, value in entry.items()) + " us")
         results.append({"layer": rows, **entry})
+
+
+def active_clusters() -> None:
+    """How many clusters run at once when each CTA takes an SM for itself: a grid with more needs a second wave."""
+    found = {}
+    for size in (1, 2, 3, 4, 6, 8):
+        geometry, pipeline = G(1, 4, size), P(1, 8, 1, ring=True)
+        packed = torch.zeros(1, 64, 1, device="cuda")
+        product = dense_skinny.SkinnyProduct(packed, packed, (32, 4096), 1, geometry, (pipeline,))
+        shared = 200 * 1024
+        defines = product.defines(pipeline, False, False)
+        kernel = nvrtc.load_kernel("dense_skinny.cu", "dense_skinny", defines, packed.device, shared_bytes=shared)
+        attribute = (nvrtc._Attribute * 1)()
+        attribute[0].id = nvrtc._CLUSTER_DIMENSION
+        attribute[0].value[0:3] = (size, 1, 1)
+        config = nvrtc._LaunchConfig((size, 1, 1), (128, 1, 1), shared, None, attribute, 1)
+        count = ctypes.c_int()
+        function = kernel._function
+        result = nvrtc._driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
+        found[size] = count.value if result == 0 else -result
+    print("clusters at once, one CTA per SM, by size: " + "  ".join(f"{size}: {n}" for size, n in found.items()))
+    results.append({"active_clusters": found})
 
 
 def linear_of(packed: tuple, n: int, k: int, groups: int, plan: tuple[dense_plans.Step, ...]) -> dense.Fp8Linear:
@@ -613,6 +636,7 @@ def run_part(part: str) -> None:
         check_all(("wgmma",), (1, 17, 33, 64, 70, 129, 256, 300), (33, 70, 256))
         check_all(("default",), (1, 17, 64, 129, 300), (1, 8, 16, 32, 70, 256))
     elif part == "times":
+        guarded("active clusters", active_clusters)
         guarded("times", lambda: times((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192)))
     elif part == "search_ring":
         guarded("search ring", search_ring)
