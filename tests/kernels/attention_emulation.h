@@ -2,7 +2,7 @@
 // and the machine's instructions (barriers, copies, matrix products, conversions) are replaced by plain C++. It follows
 // the layouts that the matrix instructions prescribe, and finds deadlocks; it knows no memory ordering.
 //
-// Stands in place of the kernel's sections before "number formats"; the kernel's other text is compiled as it is.
+// Stands in place of the kernel's sections before "matrix operands"; the kernel's other text is compiled as it is.
 
 #include <ucontext.h>
 
@@ -98,13 +98,14 @@ static u32 __byte_perm(u32 a, u32 b, u32 selector) {
 
 // ---------------------------------------------------------------- barriers and memory
 
+static const u32 SHARED_BASE = 1024;  // of a CTA's shared memory in its window; the window's number is above 24 bits
 static u8* at(u32 address) {
-  const u32 cta = address >> 20, offset = address & 0xFFFFF;
+  const u32 cta = address >> 24, offset = (address & 0xFFFFFF) - SHARED_BASE;
   if ((int)cta >= num_ctas || offset >= SHARED_BYTES) fail("address outside of shared memory");
   return shared_memory[cta] + offset;
 }
 static u32 shared_address(const void* p) {
-  return (u32)fibers[current].cta << 20 | (u32)((const u8*)p - shared_memory[fibers[current].cta]);
+  return (u32)fibers[current].cta << 24 | (u32)((const u8*)p - shared_memory[fibers[current].cta] + SHARED_BASE);
 }
 struct Barrier { u16 count, pending; u32 phase; };
 static void barrier_init(u64* p, int count) { *(Barrier*)p = {(u16)count, (u16)count, 0}; }
@@ -120,7 +121,7 @@ static void warp_arrive(u64* p) {
 }
 static void named_barrier(int id, int threads) { meet(my_meeting(id), threads); }
 static void cluster_barrier() { meet(cluster_meeting, CTA_THREADS * num_ctas); }
-static u32 remote_address(u32 local, u32 rank) { return (local & 0xFFFFF) | rank << 20; }
+static u32 remote_address(u32 local, u32 rank) { return (local & 0xFFFFFF) | rank << 24; }
 static void store_remote(u32 to, float a, float b, float c, float d) { float v[4] = {a, b, c, d}; std::memcpy(at(to), v, 16); }
 static void store_remote(u32 to, float a, float b) { float v[2] = {a, b}; std::memcpy(at(to), v, 8); }
 static void copy_async(u32 to, const void* from, int bytes) { std::memset(at(to), 0, 16), std::memcpy(at(to), from, bytes); }
@@ -137,16 +138,25 @@ static uint4 load_shared(u32 from) { return *(uint4*)at(from); }
 
 // ---------------------------------------------------------------- matrix instructions
 
-static u64 operand(u32 address, u32 offset) { return address + offset; }
 static void mma_fence() {}
 static void mma_commit() {}
 template <int N> static void mma_wait(float (&)[N]) { named_barrier(8 + threadIdx.x / 128, 128); }
+struct Operand { u32 base, column_stride, row_stride; };
+static Operand decode(u64 descriptor) {  // fields of 14 bits, in units of 16 bytes
+  if (descriptor >> 62 != 1 || (descriptor >> 14 & 3) || (descriptor >> 30 & 3) || (descriptor >> 46 & 0xFFFF))
+    fail("matrix operand");
+  const u32 base = (u32)(descriptor & 0x3FFF) << 4;
+  return {(u32)fibers[current].cta << 24 | base, (u32)(descriptor >> 16 & 0x3FFF) << 4, (u32)(descriptor >> 32 & 0x3FFF) << 4};
+}
 static float value_at(u32 address) { return __uint_as_float((u32)*(u16*)at(address ^ (((address >> 7) & 7) << 4)) << 16); }
-static float row_major(u32 base, int row, int k) { return value_at(base + row / 8 * 1024 + row % 8 * 128 + k * 2); }
-static float transposed(u32 base, int k, int n) { return value_at(base + n / 64 * 8192 + k / 8 * 1024 + k % 8 * 128 + n % 64 * 2); }
+static float row_major(const Operand& o, int row, int k) { return value_at(o.base + row / 8 * o.row_stride + row % 8 * 128 + k * 2); }
+static float transposed(const Operand& o, int k, int n) {
+  return value_at(o.base + n / 64 * o.column_stride + k / 8 * o.row_stride + k % 8 * 128 + n % 64 * 2);
+}
 static int my_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
-static void load_rows(float (&a)[2][16], u32 base) {
-  for (int i = 0; i < 32; ++i) a[i / 16][i % 16] = row_major(base, my_row() + 8 * (i / 16), i % 16);
+static void load_rows(float (&a)[2][16], u64 descriptor) {
+  const Operand o = decode(descriptor);
+  for (int i = 0; i < 32; ++i) a[i / 16][i % 16] = row_major(o, my_row() + 8 * (i / 16), i % 16);
 }
 template <int N, class B> static void multiply(float (&d)[N], const float (&a)[2][16], bool accumulate, B b) {
   for (int i = 0; i < N / 2; ++i) {  // channels or keys 8 (i / 2) + 2 quad + i % 2 of two rows
@@ -160,16 +170,19 @@ template <int N, class B> static void multiply(float (&d)[N], const float (&a)[2
   }
 }
 static void mma_logits(float (&d)[32], u64 a, u64 b, int accumulate) {
+  const Operand o = decode(b);
   float rows[2][16];
   load_rows(rows, a);
-  multiply(d, rows, accumulate, [&](int k, int n) { return row_major(b, n, k); });
+  multiply(d, rows, accumulate, [&](int k, int n) { return row_major(o, n, k); });
 }
 static void mma_sum(float (&d)[128], u64 a, u64 b) {
+  const Operand o = decode(b);
   float rows[2][16];
   load_rows(rows, a);
-  multiply(d, rows, true, [&](int k, int n) { return transposed(b, k, n); });
+  multiply(d, rows, true, [&](int k, int n) { return transposed(o, k, n); });
 }
 static void mma_sum(float (&d)[128], const u32 (&a)[4], u64 b) {
+  const Operand o = decode(b);
   Warp& warp = my_warp();
   const int lane = threadIdx.x % 32;
   std::memcpy(warp.values[lane], a, 16);
@@ -180,7 +193,7 @@ static void mma_sum(float (&d)[128], const u32 (&a)[4], u64 b) {
     rows[row][i % 16] = __uint_as_float(warp.values[lane / 4 * 4 + quad][2 * half + row] >> (16 * side) << 16);
   }
   __syncwarp();
-  multiply(d, rows, true, [&](int k, int n) { return transposed(b, k, n); });
+  multiply(d, rows, true, [&](int k, int n) { return transposed(o, k, n); });
 }
 
 // ---------------------------------------------------------------- arithmetic

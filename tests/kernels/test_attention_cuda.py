@@ -41,7 +41,7 @@ extern "C" int emulate(void** values, int grid) {
 @functools.cache
 def emulator(**defines: int) -> Callable[..., int]:
     text = (nvrtc.SOURCES / attention_cuda.SOURCE).read_text()
-    kernel = text[text.index("// ---------------------------------------------------------------- number formats") :]
+    kernel = text[text.index("// ---------------------------------------------------------------- matrix operands") :]
     constants = text[text.index("#define D 512") : text.index("// ---------------------------------------------------")]
     kernel = kernel.replace("extern __shared__ __align__(1024) u8 shared_pointer[];", "u8* shared_pointer = at(0);")
     kernel = kernel.replace("at(0)", "shared_memory[fibers[current].cta]")

@@ -129,13 +129,6 @@ __device__ __forceinline__ uint4 load_shared(u32 from) {
   return v;
 }
 
-// Matrix operand in shared memory, 128-byte swizzle. Rows of 128 bytes in groups of 8 (1024 bytes apart); for the
-// transposed operand also column blocks `COLUMN_BYTES` apart.
-__device__ __forceinline__ u64 operand(u32 address, u32 offset) {
-  const u32 low = (address >> 4 | (COLUMN_BYTES >> 4) << 16) + (offset >> 4);
-  return (u64)low | (u64)(1024 >> 4 | 1u << 30) << 32;
-}
-
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
@@ -208,6 +201,16 @@ __device__ __forceinline__ float2 round_e4m3(float low, float high) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
   asm("{\n.reg .f16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}" : "=f"(v.x), "=f"(v.y) : "r"(halves));
   return v;
+}
+
+// ---------------------------------------------------------------- matrix operands
+
+// Matrix operand in shared memory, 128-byte swizzle. Rows of 128 bytes in groups of 8 (1024 bytes apart); for the
+// transposed operand also column blocks `COLUMN_BYTES` apart. In a cluster an address also carries the number of the
+// CTA above its low 24 bits: the field of the descriptor next to the address must not get it.
+__device__ __forceinline__ u64 operand(u32 address, u32 offset) {
+  const u32 low = ((address >> 4 & 0x3FFF) | (COLUMN_BYTES >> 4) << 16) + (offset >> 4);
+  return (u64)low | (u64)(1024 >> 4 | 1u << 30) << 32;
 }
 
 // ---------------------------------------------------------------- number formats
