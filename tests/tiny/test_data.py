@@ -12,7 +12,7 @@ from deepinfer.evaluation.tasks import Split, addition, needle
 from deepinfer.tokenizer.chat import encode_chat
 from deepinfer.tokenizer.tokenizer import Tokenizer as EngineTokenizer
 from tools.tiny.conversation import Encoder
-from tools.tiny.data import PHASES, WEIGHT_UNIT, BatchMaker, batches, phase_at
+from tools.tiny.data import DRAFT_PHASES, PHASES, WEIGHT_UNIT, BatchMaker, batches, phase_at
 
 MODEL = Path(__file__).parents[2] / "deepinfer" / "data" / "tiny_v41"
 
@@ -74,3 +74,15 @@ def test_phases_cover_the_run_and_end_sparse_and_long():
     assert PHASES[0].dense
     assert not PHASES[-1].dense
     assert max(length for length, _ in PHASES[-1].lengths) == 4096
+
+
+def test_the_draft_learns_from_what_the_backbone_wrote(encoder):
+    continued = np.zeros((1, 2 + 170), np.uint16)
+    continued[0, :7] = (3, 5, encoder.bos, 11, 12, 13, 14)  # a prompt of 3 tokens, 5 in all
+    maker = BatchMaker(
+        MODEL / "tokenizer.json", np.ones(5000, np.uint16), 1024, 1, 1, phases=DRAFT_PHASES, continued=continued
+    )
+    assert maker.batch(5).ids.shape == (2, 512)
+    ids, weights = maker.row(random.Random(1), "continued", 10)
+    assert ids.tolist() == [encoder.bos, 11, 12, 13, 14] * 2
+    assert weights.tolist() == [1, 1, 96, 96, 1, 1, 1, 96, 96, 0]

@@ -61,7 +61,7 @@ def test_drafts_equal_the_executable_specification(small, float_run):
     config, parameters, backbone, ids = small
     weights, result = float_run
     trainer, anchors = DraftTrainer(backbone), torch.tensor([[5, 40], [20, 70]])
-    hidden = trainer.hidden(weights, result.features, ids, anchors, quantise=False)
+    hidden, _ = trainer.hidden(weights, result.features, ids, anchors, quantise=False)
     drafts, confidence = trainer.propose(weights, hidden, ids.gather(1, anchors + 1))
     model = ReferenceModel(config, parameters.named_tensors(), None, roundings=Roundings.none())
     for row, column in ((0, 0), (1, 1)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -32,6 +33,11 @@ class Encoder:
         if missing:
             raise ValueError(f"the tokenizer lacks {missing}: train it with tools.tiny.tokenizer")
         return cls(backend, ids[BOS], ids[EOS], ids[USER], ids[ASSISTANT], ids[THINK_END])
+
+    @classmethod
+    def of_file(cls, file: Path) -> Encoder:
+        """From ``tokenizer.json``."""
+        return cls.of(Tokenizer.from_file(str(file)))
 
     def text(self, text: str) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids

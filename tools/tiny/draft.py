@@ -55,8 +55,10 @@ class DraftTrainer:
         self.backbone, self.text = backbone, backbone.text
         self._last = self.text.num_nextn_predict_layers - 1
 
-    def hidden(self, weights: Weights, features: list[Tensor], ids: Tensor, anchors: Tensor, quantise: bool) -> Tensor:
-        """``[B, A, S, d]`` before the draft's last norm.
+    def hidden(
+        self, weights: Weights, features: list[Tensor], ids: Tensor, anchors: Tensor, quantise: bool
+    ) -> tuple[Tensor, Tensor]:
+        """``[B, A, S, d]`` before the draft's last norm, and how many rows chose each expert ``[stages, E]``.
 
         Args:
             features: per target layer ``[B * T, d]``.
@@ -73,7 +75,7 @@ class DraftTrainer:
         assert isinstance(embed, Tensor)
         trunk = F.embedding(token_ids.flatten(), embed)[:, None].expand(-1, text.hc_mult, -1)
         read_mix = torch.eye(text.hc_mult, device=trunk.device)[0].expand(len(trunk), -1)
-        shape = (batch, anchors.shape[1], size)
+        shape, loads = (batch, anchors.shape[1], size), []
         for stage in range(text.num_nextn_predict_layers):
 
             def attend(x: Tensor, stage: int = stage) -> Tensor:
@@ -83,12 +85,14 @@ class DraftTrainer:
 
             def mix(x: Tensor, stage: int = stage) -> Tensor:
                 chosen = text.dspark_num_experts_per_tok
-                return backbone.experts(weights, "mtp.", x, stage, chosen, quantise)[0]
+                output, load = backbone.experts(weights, "mtp.", x, stage, chosen, quantise)
+                loads.append(load)
+                return output
 
             trunk, read_mix = backbone.sublayer(weights, "mtp.", trunk, read_mix, stage, "attn", attend)
             trunk, read_mix = backbone.sublayer(weights, "mtp.", trunk, read_mix, stage, "ffn", mix)
         collapsed: Tensor = blocks.collapse(trunk, read_mix)
-        return collapsed.unflatten(0, shape)
+        return collapsed.unflatten(0, shape), torch.stack(loads)
 
     def _attention(
         self,

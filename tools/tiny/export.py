@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -28,3 +29,19 @@ def export_model(folder: Path, setup: Setup) -> None:
     write_checkpoint(folder, setup.backbone.config, tensors)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(setup.tokenizer_file.with_name(name), folder / name)
+
+
+def keep_backbone(folder: Path, source: Path) -> None:
+    """Take everything but the draft from the files of ``source``, byte by byte.
+
+    A value that was read from a file and is written again may get another scale and code, though it stays the same.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        content, original = bytearray(file.read_bytes()), (source / file.name).read_bytes()
+        size = 8 + int.from_bytes(content[:8], "little")
+        assert content[:size] == original[:size], f"{file.name} has other tensors than that of {source}"
+        for name, entry in json.loads(content[8:size]).items():
+            if name != "__metadata__" and not name.startswith("mtp."):
+                begin, end = (size + offset for offset in entry["data_offsets"])
+                content[begin:end] = original[begin:end]
+        file.write_bytes(content)

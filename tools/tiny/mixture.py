@@ -30,9 +30,16 @@ def any_sample(rng: random.Random, split: Split) -> Sample:
     return rng.choice(short)()
 
 
-def short_sample(rng: random.Random, split: Split) -> Sample:
-    """One sample of the tasks other than needles, in the proportions of training."""
-    kind = rng.choices(("addition", "copy", "json", "reading", "facts"), weights=(5, 3, 2, 4, 3))[0]
+TASKS = ("addition", "copy", "json", "reading", "facts")
+BACKBONE_SHARES = (5, 3, 2, 4, 3)
+"""How often the backbone meets each of :data:`TASKS`: what is hard to learn comes often."""
+DRAFT_SHARES = (2, 6, 4, 2, 2)
+"""How often the draft does: long answers come often, since they take most of the steps."""
+
+
+def short_sample(rng: random.Random, split: Split, shares: tuple[int, ...] = BACKBONE_SHARES) -> Sample:
+    """One sample of the tasks other than needles."""
+    kind = rng.choices(TASKS, weights=shares)[0]
     if kind == "addition":
         return addition(rng, split)
     if kind == "copy":

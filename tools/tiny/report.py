@@ -1,13 +1,14 @@
 """Calibrate the draft, score the finished model with all ablations, and write the report.
 
-``python -m tools.tiny.report`` writes ``metrics.json``, ``loss.png`` and ``dspark_calibration.json`` (the latter also
-into the model's folder).
+``python -m tools.tiny.report`` writes ``metrics.json``, ``loss.png`` and, into the model's folder,
+``dspark_calibration.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,35 @@ def measure_drafts(setup: Setup, weights: Any, sets: list[AnswerSet]) -> dict[st
     }
 
 
+def report_on_scores(setup: Setup, sets: list[AnswerSet], out: Path, metrics: dict[str, Any]) -> None:
+    """Exact match and perplexity."""
+    weights = setup.parameters.rounded(setup.dtype, draft=False)
+    metrics["tasks"] = score_sets(setup.backbone, weights, sets, Mode())
+    log(out, "report.jsonl", metrics)
+    metrics["perplexity"] = perplexity(setup.backbone, weights, setup.encoder, setup.held_out_texts)
+    log(out, "report.jsonl", metrics["perplexity"])
+
+
+def report_on_draft(setup: Setup, sets: list[AnswerSet], out: Path, metrics: dict[str, Any]) -> None:
+    """Acceptance and calibration; the temperatures go beside the model."""
+    weights = setup.parameters.rounded(setup.dtype, draft=True)
+    own = [own_answers(setup, weights, answers) for answers in sets if answers.length == 512]
+    own = [answers for answers in own if len(answers.ids)]
+    metrics["dspark"] = measure_drafts(setup, weights, [*own, prose_set(setup, weights)])
+    log(out, "report.jsonl", metrics["dspark"])
+    calibration = json.dumps({"temperatures": metrics["dspark"]["temperatures"]}, indent=1) + "\n"
+    (out / "model" / "dspark_calibration.json").write_text(calibration, encoding="utf-8")
+
+
+def report_on_ablations(setup: Setup, sets: list[AnswerSet], out: Path, metrics: dict[str, Any]) -> None:
+    """Exact match without one mechanism at a time."""
+    weights = setup.parameters.rounded(setup.dtype, draft=False)
+    metrics["ablations"] = {}
+    for name, mode in ABLATIONS.items():
+        metrics["ablations"][name] = score_sets(setup.backbone, weights, sets, mode)
+        log(out, "report.jsonl", {name: metrics["ablations"][name]})
+
+
 def plot_log(folder: Path) -> None:
     """Loss curves of ``log.jsonl`` as ``loss.png``."""
     import matplotlib
@@ -123,33 +153,28 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="report on an exported model instead of a state")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--draft-only", action="store_true", help="leave out what depends on the backbone alone")
     args = parser.parse_args()
     began = time.monotonic()
-    setup = set_up(args.data, args.device)
+    setup = set_up(args.data, args.device, is_compiled=not args.draft_only)
     if args.model is None:
         load_parameters(args.state, setup)
+        export_model(args.out / "model", setup)
     else:
         load_checkpoint(args.model, setup)
-    export_model(args.out / "model", setup)
-    weights = setup.parameters.rounded(setup.dtype, draft=True)
+        if args.model.resolve() != (args.out / "model").resolve():
+            shutil.copytree(args.model, args.out / "model", dirs_exist_ok=True)
     sets = held_out_sets(setup.encoder, args.samples, 2, NEEDLE_LENGTHS)
-    metrics: dict[str, Any] = {"tasks": score_sets(setup.backbone, weights, sets, Mode())}
-    log(args.out, "report.jsonl", metrics)
-    metrics["perplexity"] = perplexity(setup.backbone, weights, setup.encoder, setup.held_out_texts)
-    log(args.out, "report.jsonl", metrics["perplexity"])
-    short = [answers for answers in sets if answers.length == 512]
-    own = [own_answers(setup, weights, answers) for answers in short]
-    own = [answers for answers in own if len(answers.ids)]
-    metrics["dspark"] = measure_drafts(setup, weights, [*own, prose_set(setup, weights)])
-    log(args.out, "report.jsonl", metrics["dspark"])
-    calibration = json.dumps({"temperatures": metrics["dspark"]["temperatures"]}, indent=1) + "\n"
-    (args.out / "model" / "dspark_calibration.json").write_text(calibration, encoding="utf-8")
-    metrics["ablations"] = {}
-    for name, mode in ABLATIONS.items():
-        metrics["ablations"][name] = score_sets(setup.backbone, weights, sets, mode)
-        log(args.out, "report.jsonl", {name: metrics["ablations"][name]})
+    metrics: dict[str, Any] = {}
+    if args.draft_only:
+        with torch.no_grad():
+            report_on_draft(setup, sets, args.out, metrics)
+    else:
+        report_on_scores(setup, sets, args.out, metrics)
+        report_on_draft(setup, sets, args.out, metrics)
+        report_on_ablations(setup, sets, args.out, metrics)
+        plot_log(args.out)
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-    plot_log(args.out)
     print(f"report written in {time.monotonic() - began:.0f} s", flush=True)
 
 

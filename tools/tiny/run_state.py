@@ -46,12 +46,17 @@ class Setup:
         return {file.stem: file.read_text(encoding="utf-8") for file in sorted(HELD_OUT_TEXTS.glob("*.txt"))}
 
 
-def set_up(data: Path, device: str) -> Setup:
-    """Build the model from the prepared data folder (``prose.npy`` and ``tokenizer/``)."""
+def set_up(data: Path, device: str, *, is_compiled: bool = True) -> Setup:
+    """Build the model from the prepared data folder (``prose.npy`` and ``tokenizer/``).
+
+    Args:
+        is_compiled: compile on a GPU; not worth its minute for a few passes.
+    """
     torch.manual_seed(SEED)
     if device != "cpu":
         torch.backends.cuda.matmul.allow_tf32 = True
-        enable_compilation()
+        if is_compiled:
+            enable_compilation()
     file = data / "tokenizer" / "tokenizer.json"
     backend = Tokenizer.from_file(str(file))
     vocab = build_compressed_vocab(backend)
@@ -90,10 +95,12 @@ def load_parameters(path: Path, setup: Setup) -> None:
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, setup: Setup) -> None:
-    """Parameters from an exported model: the rounded values, for going on without the saved state."""
+def load_checkpoint(folder: Path, setup: Setup, *, draft: bool = True) -> None:
+    """Parameters from an exported model, with or without its draft: the rounded values, for want of the saved state."""
     weights = load_weights(folder)
     for name, value in weights.items():
+        if name.startswith("mtp.") and not draft:
+            continue
         place = place_of(name)
         target: Tensor = setup.parameters[place.key].data
         if place.owner is not None:

@@ -58,8 +58,8 @@ def draft_blocks(backbone: Backbone, weights: Weights, answers: AnswerSet) -> Bl
         is_used = anchors < (last - 1)[:, None]
         placed = anchors.clamp(max=ids.shape[1] - size - 3).to(backbone.device)
         features = [feature.detach() for feature in backbone.forward(weights, ids, Mode()).features]
-        hidden = trainer.hidden(weights, features, ids, placed, quantise=True).detach()
-        drafts, logits = trainer.propose(weights, hidden, ids.gather(1, placed + 1))
+        hidden, _ = trainer.hidden(weights, features, ids, placed, quantise=True)
+        drafts, logits = trainer.propose(weights, hidden.detach(), ids.gather(1, placed + 1))
         places = placed[..., None] + 2 + torch.arange(size, device=backbone.device)  # [B, A, S]
         sequence = torch.arange(len(ids), device=backbone.device)[:, None, None]
         is_inside = (places.cpu() <= last[:, None, None]) & is_used[..., None]

@@ -44,6 +44,8 @@ def main() -> None:
         prepare_prose()
     if not (FOLDER / "draft_state.pt").exists():
         run("train_backbone", "--steps", str(BACKBONE_STEPS), "--max-seconds", str(args.max_seconds))
+        if not (FOLDER / "continued.npy").exists():
+            run("continuations")
         run("train_draft", "--steps", str(DRAFT_STEPS))
     run("report")
 
