@@ -5,6 +5,15 @@ its scale into one e4m3 number, which is exact for scales within 11 binades of t
 row): that is checked here. It writes 16-bit results, so the gate-up product goes out in float16, whose rounding is
 eight times finer than that of bf16; a magnitude beyond 65,504 becomes infinite there and meets the clamp.
 
+How exact that is. Each of the two products is its exact value, rounded once, but for the tensor cores' sums of 32 FP8
+products, which keep about 13 bits below the largest: 1e-5 of the result's size, so 1 to 3 in 100 bf16 results and 7 in
+100 float16 results are the other neighbour of the exact value. What shows is the rounding to float16 (2e-4 of the size)
+between the products: it moves 3 in 1,000 inner activations across a rounding boundary of Q8, each by a sixteenth to an
+eighth of itself. Through the down product that is an error of 2.5e-3 of a pair's output (a single large activation that
+flips: up to 2e-2), beside 1.7e-3 from the bf16 output itself; 4 in 10 outputs are not the rounded exact value. With
+bf16 between the products, as grouped products commonly have it, the error is 1.5e-2. The Triton products carry float32
+between and have none of this.
+
 One repacked copy of the weights serves both precisions.
 """
 
@@ -61,6 +70,31 @@ def scale_span(weights: PackedExperts) -> str:
     if bool(is_within_experts):
         return "expert"
     return "row" if bool(is_within_rows) else "wide"
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the library cuts a product with few pairs: blocks of 8 pairs, ``n`` by ``k`` weights."""
+
+    n: int
+    k: int
+    warp_n: int
+    num_stages: int
+    ctas_per_sm: int
+    use_stream_k: bool
+
+    def changes(self) -> dict[str, Any]:
+        """Of the library's own choice."""
+        return {
+            "block_shape": [8, self.n, self.k], "warp_shape": [8, self.warp_n, 128], "num_stages": self.num_stages,
+            "num_ctas_per_sm": self.ctas_per_sm, "use_stream_k": self.use_stream_k,
+        }  # fmt: skip
+
+
+FEW_PAIRS: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
+    (5120, 2304): ((6, Tile(128, 128, 32, 4, 2, False)),),  # 13.4 us instead of 19.6 for 6 pairs of 6 experts
+}
+"""By weight shape (N, K): measured better tiles, each up to a number of pairs, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +167,10 @@ class _Product:
                 use_batch_invariant=self.batch_invariant,
                 device=self.device,
             )
+            if not (grouped or per_row or self.batch_invariant):
+                tiles = FEW_PAIRS.get((self.n, self.k), ())
+                tile = next((tile for most, tile in tiles if pairs <= most), None)
+                tuning = tuning | (tile.changes() if tile else {})
             compute = {"gemm_type": kind, "use_batch_invariant": self.batch_invariant}
             self._tuned[key] = _Tuned(tuning["block_shape"][0], json.dumps(compute), json.dumps(tuning))
         return self._tuned[key]
