@@ -120,7 +120,8 @@ class SkinnyProduct:
         self.geometry = geometry or choose_geometry(
             packed.shape[0], self.chunks, group_block_rows, 1280 // self.block_k
         )
-        self.pipelines = [p for p in pipelines if self.shared_bytes(p) <= _MAX_SHARED_BYTES]
+        barriers = 8 * self.geometry.row_warps * self.geometry.k_warps  # of a ring, per stage
+        self.pipelines = [p for p in pipelines if self.shared_bytes(p) + barriers * p.depth <= _MAX_SHARED_BYTES]
         assert self.pipelines, f"{shape}: the input slice of a CTA does not fit shared memory with {self.geometry}"
 
     def shared_bytes(self, pipeline: Pipeline) -> int:
