@@ -13,6 +13,7 @@ from deepinfer.kernels import nvrtc
 SOURCE = "attention.cu"
 _TILE_BYTES = 64 * 512 * 2
 _WEIGHT_BYTES = 64 * 64 * 2
+_RAW_BYTES = 16 * 1024
 _SMALL_BYTES = 1024
 _THREADS = 384
 MAX_SPLITS = 8
@@ -46,7 +47,8 @@ def launch(
         return
     assert (q.stride(0) % 8, q.data_ptr() % 16) == (0, 0), f"rows of q are not aligned to 16 bytes: {q.stride()}"
     defines = definitions(heads, 2 * cos.shape[1], fp4, splits, split_weights)
-    shared_bytes = 3 * _TILE_BYTES + (1 + split_weights) * _WEIGHT_BYTES + _SMALL_BYTES
+    assert out.data_ptr() % 16 == 0, "the output is not aligned to 16 bytes"
+    shared_bytes = 3 * _TILE_BYTES + (1 + split_weights) * _WEIGHT_BYTES + _RAW_BYTES + _SMALL_BYTES
     kernel = nvrtc.load_kernel(SOURCE, "sparse_attention", defines, q.device, shared_bytes=shared_bytes)
     ctas = min(rows, _num_multiprocessors(q.device)) if splits == 1 else rows * splits
     arguments: list[Any] = [q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, out]

@@ -36,7 +36,14 @@ static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static const int CTA_THREADS = 384, SHARED_BYTES = 227 * 1024;
 struct Meeting { int arrived = 0, generation = 0; };
 struct Warp { Meeting meeting; u32 values[32][4]; };
-struct Fiber { ucontext_t context; bool done; int thread, cta; };
+struct AsyncCopy { u8* to; const void* from; int bytes; };
+struct Fiber {
+  ucontext_t context;
+  bool done;
+  int thread, cta;
+  std::vector<AsyncCopy> copies;               // of the open group
+  std::vector<std::vector<AsyncCopy>> groups;  // that were not waited for
+};
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static std::vector<Meeting> meetings;     // 16 per CTA
@@ -124,14 +131,26 @@ static void cluster_barrier() { meet(cluster_meeting, CTA_THREADS * num_ctas); }
 static u32 remote_address(u32 local, u32 rank) { return (local & 0xFFFFFF) | rank << 24; }
 static void store_remote(u32 to, float a, float b, float c, float d) { float v[4] = {a, b, c, d}; std::memcpy(at(to), v, 16); }
 static void store_remote(u32 to, float a, float b) { float v[2] = {a, b}; std::memcpy(at(to), v, 8); }
-static void copy_async(u32 to, const void* from, int bytes) { std::memset(at(to), 0, 16), std::memcpy(at(to), from, bytes); }
-static void copy_wait() {}
+// A copy happens when it is waited for, so that a missing wait shows.
+static void copy_async(u32 to, const void* from, int bytes) { fibers[current].copies.push_back({at(to), from, bytes}); }
+static void copy_commit() {
+  Fiber& fiber = fibers[current];
+  fiber.groups.push_back(std::move(fiber.copies)), fiber.copies.clear();
+}
+template <int N> static void copy_wait() {
+  for (auto& groups = fibers[current].groups; groups.size() > N; groups.erase(groups.begin()))
+    for (const AsyncCopy& copy : groups[0]) std::memset(copy.to, 0, 16), std::memcpy(copy.to, copy.from, copy.bytes);
+}
 static void fence_for_tensor_cores() {}
 template <int N> static void set_registers_up() {}
 template <int N> static void set_registers_down() {}
 static uint4 load_record(const u8* p) {
   if ((uintptr_t)p % 16) fail("misaligned record");
   return *(const uint4*)p;
+}
+static void store_global(u16* p, const uint4& v) {
+  if ((uintptr_t)p % 16) fail("misaligned output");
+  std::memcpy(p, &v, 16);
 }
 static void store_shared(u32 to, u32 a, u32 b, u32 c, u32 d) { *(uint4*)at(to) = {a, b, c, d}; }
 static uint4 load_shared(u32 from) { return *(uint4*)at(from); }

@@ -2,12 +2,16 @@
 //
 // Keys are values, so a block of 64 keys is read, expanded to bf16 in shared memory once and used by both products.
 // A CTA owns all heads of one row (M = 64) and has three warpgroups:
-//   producer   reads records, expands them into one of two key buffers; reads and rotates the query;
+//   producer   reads records ahead into a staging place, expands them into one of two key buffers; reads and rotates
+//              the query;
 //   consumer 0 logits = query . keys, softmax, sum over channels [0, 256);
 //   consumer 1 sum over channels [256, 512), with the weights that consumer 0 leaves in shared memory.
 // SPLITS = 1: persistent, CTA c takes rows c, c + grid, ...; the producer runs ahead into the next row.
 // SPLITS > 1: a cluster of SPLITS CTAs shares the key blocks of one row; sums meet through distributed shared memory,
 // each CTA finishes 512 / SPLITS channels. Sums are added in the order of the splits.
+//
+// Loops are rolled where they can be: a CTA has one or two warps per scheduler that run the same code, so long straight
+// code waits for its own instructions.
 //
 // Keys are kept times 2^-16, so that no scale leaves bf16's range (e2m1 and e4m3 bits become bf16 by a shift and one
 // product with 2^126 * scale and 2^120 * scale); the logits' scale and the output put it back. All of it is exact.
@@ -38,7 +42,9 @@ typedef unsigned long long u64;
 #define AT_KEYS TILE_BYTES
 #define AT_WEIGHTS (3 * TILE_BYTES)
 #define WEIGHT_PARTS (1 + SPLIT_WEIGHTS)
-#define AT_SMALL (AT_WEIGHTS + WEIGHT_PARTS * COLUMN_BYTES)
+#define AT_RAW (AT_WEIGHTS + WEIGHT_PARTS * COLUMN_BYTES)  // [4 warps][8 pieces][32 lanes][16 bytes]
+#define RAW_BYTES (4 * 8 * 512)
+#define AT_SMALL (AT_RAW + RAW_BYTES)
 
 static_assert(H <= M_ROWS && ROPE % 8 == 0 && ROPE <= D / 2, "shape");
 
@@ -111,7 +117,10 @@ __device__ __forceinline__ void store_remote(u32 to, float a, float b) {
 __device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes) {  // 16 bytes, those past `bytes` zero
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() {  // for all groups but the last N
+  asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+}
 template <int N> __device__ __forceinline__ void set_registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
 template <int N> __device__ __forceinline__ void set_registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
 
@@ -119,6 +128,9 @@ __device__ __forceinline__ uint4 load_record(const u8* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
+}
+__device__ __forceinline__ void store_global(u16* p, const uint4& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 __device__ __forceinline__ void store_shared(u32 to, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -239,28 +251,6 @@ __device__ __forceinline__ u32 round_q8(float low, float high, float inverse, fl
 
 // ---------------------------------------------------------------- producer
 
-// A lane's share of one unit: a key's 16-byte pieces and scales. Two lanes share a key. A unit is a block of Fp4
-// records, or half the channels of a block of Fp8 records.
-struct Unit {
-  uint4 piece[8];
-  uint4 scales[2];
-};
-
-__device__ __forceinline__ void load_fp4(Unit& unit, const u8* record, int side) {
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) unit.piece[i] = record ? load_record(record + 32 * i + 16 * side) : zero;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) unit.scales[i] = record ? load_record(record + D / 2 + 16 * i) : zero;
-}
-__device__ __forceinline__ void load_fp8(Unit& unit, const u8* record, int side, int half) {
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    unit.piece[i] = record ? load_record(record + 256 * half + 64 * (i / 2) + 32 * side + 16 * (i % 2)) : zero;
-  unit.scales[0] = record ? load_record(record + D) : zero;
-}
-
 __device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Column block and chunk (8 channels) of row `row` in a swizzled tile.
@@ -268,35 +258,30 @@ __device__ __forceinline__ u32 chunk_address(u32 tile, u32 row, u32 column_block
   return tile + column_block * COLUMN_BYTES + row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-__device__ __forceinline__ void expand_fp4(const Unit& unit, u32 tile, u32 row, int side) {
+// Two lanes share a key; the swizzled places of a lane's four chunks in its row.
+struct Places {
+  u32 chunk[4];
+};
+
+// 32 channels of an Fp4 record, as four chunks. The two low bytes of `scales` belong to 16 channels each.
+__device__ __forceinline__ void expand_fp4(const uint4& piece, u32 scales, u32 column, const Places& places) {
+  scales = (permute(scales, scales, 0x1100) >> 4) & 0x07F007F0u;
+  scales = times(times(scales, 0x79007900u), 0x79007900u);  // twice 2^115: scale * 2^(126 - KEY_SHIFT)
+  const u32 scale[2] = {permute(scales, scales, 0x1010), permute(scales, scales, 0x3232)};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {  // piece i of this side: channels [64 i + 32 side, + 32)
-    const u32 bytes = word_of(unit.scales[i / 4], i % 4) >> (16 * side);
-    u32 scales = (permute(bytes, bytes, 0x1100) >> 4) & 0x07F007F0u;
-    scales = times(times(scales, 0x79007900u), 0x79007900u);  // twice 2^115: scale * 2^(126 - KEY_SHIFT)
-    const u32 scale[2] = {permute(scales, scales, 0x1010), permute(scales, scales, 0x3232)};
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const u32 word = word_of(unit.piece[i], c), lifted = word << 4, s = scale[c / 2];
-      store_shared(chunk_address(tile, row, i, 4 * side + c), times(widen_e2m1(word, lifted, 0), s),
-                   times(widen_e2m1(word, lifted, 1), s), times(widen_e2m1(word, lifted, 2), s),
-                   times(widen_e2m1(word, lifted, 3), s));
-    }
+  for (int c = 0; c < 4; ++c) {
+    const u32 word = word_of(piece, c), lifted = word << 4, s = scale[c / 2];
+    store_shared(column + places.chunk[c], times(widen_e2m1(word, lifted, 0), s), times(widen_e2m1(word, lifted, 1), s),
+                 times(widen_e2m1(word, lifted, 2), s), times(widen_e2m1(word, lifted, 3), s));
   }
 }
-__device__ __forceinline__ void expand_fp8(const Unit& unit, u32 tile, u32 row, int side, int half) {
+// 16 channels of an Fp8 record, as two chunks; `scale` is two bf16.
+__device__ __forceinline__ void expand_fp8(const uint4& piece, u32 scale, u32 column, u32 first, u32 second) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {  // piece i of this side: channels [256 half + 64 (i / 2) + 32 side + 16 (i % 2), + 16)
-    const u32 at = 8 * half + 2 * (i / 2) + side;
-    const u32 word = half ? word_of(unit.scales[0], 2 + i / 4) : word_of(unit.scales[0], i / 4);
-    const u32 exponent = min(((word >> (8 * (at % 4))) & 0xFF) + 120 - KEY_SHIFT, 254u);
-    const u32 s = exponent * 0x00800080u;
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const u32 a = word_of(unit.piece[i], 2 * c), b = word_of(unit.piece[i], 2 * c + 1);
-      store_shared(chunk_address(tile, row, 4 * half + i / 2, 4 * side + 2 * (i % 2) + c), times(widen_e4m3(a, 0, 1), s),
-                   times(widen_e4m3(a, 2, 3), s), times(widen_e4m3(b, 0, 1), s), times(widen_e4m3(b, 2, 3), s));
-    }
+  for (int c = 0; c < 2; ++c) {
+    const u32 a = word_of(piece, 2 * c), b = word_of(piece, 2 * c + 1);
+    store_shared(column + (c ? second : first), times(widen_e4m3(a, 0, 1), scale), times(widen_e4m3(a, 2, 3), scale),
+                 times(widen_e4m3(b, 0, 1), scale), times(widen_e4m3(b, 2, 3), scale));
   }
 }
 
@@ -309,6 +294,7 @@ __device__ __forceinline__ void copy_query(const Arguments& a, u32 tile, int row
     const u16* from = source + (head < H ? head : 0) * D + chunk * 8;
     copy_async(chunk_address(tile, head, chunk / 8, chunk % 8), from, head < H ? 16 : 0);
   }
+  copy_commit();
 }
 __device__ __forceinline__ u32 turn(u32 pair, float cosine, float sine) {
   const float x = low_bf16(pair), y = high_bf16(pair);
@@ -316,7 +302,7 @@ __device__ __forceinline__ u32 turn(u32 pair, float cosine, float sine) {
 }
 // Called by the 128 threads that called copy_query.
 __device__ __forceinline__ void complete_query(const Arguments& a, u32 tile, int row, int thread) {
-  copy_wait();
+  copy_wait<0>();
   named_barrier(2, 128);
   const float* cosines = a.cosines + (long long)row * (ROPE / 2);
   const float* sines = a.sines + (long long)row * (ROPE / 2);
@@ -354,117 +340,196 @@ __device__ __forceinline__ const u8* record_of(const Arguments& a, bool window, 
   return index >= 0 ? a.entries + (long long)index * ENTRY_RECORD : nullptr;
 }
 
+// What the producer reads and expands at a time: a block of Fp4 records or one half (256 channels) of a block of Fp8
+// records. Each lane reads, of its key, eight pieces of 16 bytes and the scales.
+struct Unit {
+  const u8* record;                    // null: no such key
+  bool fp4;
+  int half;
+};
+
+// A lane's scales, 16 bits for each piece (fp4) or pair of pieces (fp8), in the order of use. Words go in pairs of
+// 16-byte loads that are issued a unit ahead.
+struct Scales {
+  uint4 low, high;
+};
+__device__ __forceinline__ Scales load_scales(const Unit& unit) {
+  Scales scales;
+  scales.low = scales.high = make_uint4(0, 0, 0, 0);
+  if (unit.record) {
+    scales.low = load_record(unit.record + (unit.fp4 ? D / 2 : D));
+    if (unit.fp4) scales.high = load_record(unit.record + D / 2 + 16);
+  }
+  return scales;
+}
+// Word p: the scales of pieces 2 p and 2 p + 1.
+__device__ __forceinline__ uint4 order_scales(const Scales& scales, const Unit& unit, int side) {
+  if (unit.fp4) {
+    const u32 pick = side ? 0x7632 : 0x5410;
+    return {permute(scales.low.x, scales.low.y, pick), permute(scales.low.z, scales.low.w, pick),
+            permute(scales.high.x, scales.high.y, pick), permute(scales.high.z, scales.high.w, pick)};
+  }
+  const u32 a = unit.half ? scales.low.z : scales.low.x, b = unit.half ? scales.low.w : scales.low.y;
+  return {a >> (8 * side), a >> (8 * side + 16), b >> (8 * side), b >> (8 * side + 16)};
+}
+
+// The way of a lane's pieces from a record to the staging place.
+struct Copy {
+  const u8* from;                      // piece 0; pairs of pieces are 64 bytes apart
+  int odd;                             // bytes from the first to the second of a pair
+  int bytes;                           // 16, or 0 for zeros
+};
+__device__ __forceinline__ Copy copy_of(const Arguments& a, const Unit& unit, int side) {
+  if (!unit.record) return {(const u8*)a.query, 0, 0};
+  return {unit.record + (unit.fp4 ? 16 * side : 256 * unit.half + 32 * side), unit.fp4 ? 32 : 16, 16};
+}
+__device__ __forceinline__ void copy_pair(u32 to, const Copy& copy, int pair) {
+  const u8* from = copy.from + (copy.bytes ? 64 * pair : 0);
+  copy_async(to + pair * 1024, from, copy.bytes);
+  copy_async(to + pair * 1024 + 512, from + copy.odd, copy.bytes);
+  copy_commit();
+}
+
 __device__ __forceinline__ void produce(const Arguments& a, Small& small, u32 shared, int split, int first, int stride) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int key = warp * 16 + lane / 2, side = lane % 2;
   const Range range = block_range(a, split);
   if (range.begin == range.end) return;
-  Unit unit;
+  const u32 raw = shared + AT_RAW + warp * 4096 + lane * 16;
+  Places places;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) places.chunk[c] = chunk_address(0, key, 0, 4 * side + c);
 
-  // The next block to load and, one block further, the next index to fetch.
-  int load_row = first, load_block = range.begin;
-  auto advance = [&](int& row, int& block) {
-    if (++block == range.end) block = range.begin, row += stride;
-  };
-  int index = key_index(a, load_row, load_block, range, key);
-  int index_row = load_row, index_block = load_block;
-  advance(index_row, index_block);
-  const u8* record = nullptr;
-  auto load_next = [&]() {
-    const bool window = load_block < range.window;
-    record = record_of(a, window, index);
-    index = key_index(a, index_row, index_block, range, key);
-    if (FP4 && !window) load_fp4(unit, record, side); else load_fp8(unit, record, side, 0);
-    advance(load_row, load_block);
-    advance(index_row, index_block);
+  // The block to read next, and its index; the index of the block after it is on its way.
+  int next_row = first, next_block = range.begin, index = key_index(a, first, range.begin, range, key);
+  auto next_unit = [&](const Unit& last) -> Unit {
+    if (!last.fp4 && last.half == 0) return {last.record, false, 1};
+    const bool window = next_block < range.window;
+    const Unit unit = {record_of(a, window, index), FP4 && !window, 0};
+    if (++next_block == range.end) next_block = range.begin, next_row += stride;
+    index = key_index(a, next_row, next_block, range, key);
+    return unit;
   };
 
   copy_query(a, shared + AT_QUERY, first, thread);
-  load_next();
+  Unit unit = next_unit({nullptr, true, 0});
+  Copy copy = copy_of(a, unit, side);
+#pragma unroll 1
+  for (int pair = 0; pair < 4; ++pair) copy_pair(raw, copy, pair);
+  Scales raw_scales = load_scales(unit);
   int step = 0, item = 0;
   for (int row = first; row < a.rows; row += stride, ++item) {
-    if (item > 0) {
-      barrier_wait(&small.query_free, (item & 1) ^ 1);
-      copy_query(a, shared + AT_QUERY, row, thread);
-    }
     for (int block = range.begin; block < range.end; ++block, ++step) {
       const int buffer = step & 1;
       const u32 tile = shared + AT_KEYS + buffer * TILE_BYTES;
       barrier_wait(&small.key_free[buffer], ((step >> 1) & 1) ^ 1);
-      const u32 seen = __ballot_sync(~0u, record != nullptr);
+      const u32 seen = __ballot_sync(~0u, unit.record != nullptr);
       if (lane == 0) small.seen[buffer][warp] = seen;
-      if (FP4 && block >= range.window) {
-        expand_fp4(unit, tile, key, side);
-      } else {
-        expand_fp8(unit, tile, key, side, 0);
-        load_fp8(unit, record, side, 1);
-        expand_fp8(unit, tile, key, side, 1);
+      for (bool more = true; more;) {
+        more = !unit.fp4 && unit.half == 0;
+        uint4 scales = order_scales(raw_scales, unit, side);
+        const Unit next = next_unit(unit);
+        raw_scales = load_scales(next);
+        copy = copy_of(a, next, side);
+        u32 column = tile + unit.half * 4 * COLUMN_BYTES;
+#pragma unroll 1
+        for (int pair = 0; pair < 4; ++pair) {
+          copy_wait<3>();
+          const uint4 even = load_shared(raw + pair * 1024), odd = load_shared(raw + pair * 1024 + 512);
+          if (unit.fp4) {
+            expand_fp4(even, scales.x, column, places);
+            expand_fp4(odd, scales.x >> 16, column + COLUMN_BYTES, places);
+            column += 2 * COLUMN_BYTES;
+          } else {
+            const u32 scale = min((scales.x & 0xFF) + 120 - KEY_SHIFT, 254u) * 0x00800080u;
+            expand_fp8(even, scale, column, places.chunk[0], places.chunk[1]);
+            expand_fp8(odd, scale, column, places.chunk[2], places.chunk[3]);
+            column += COLUMN_BYTES;
+          }
+          scales = {scales.y, scales.z, scales.w, 0};
+          copy_pair(raw, copy, pair);
+        }
+        unit = next;
       }
       fence_for_tensor_cores();
       warp_arrive(&small.key_full[buffer]);
-      load_next();
       if (block == range.begin) {
+        if (item > 0) {
+          barrier_wait(&small.query_free, (item & 1) ^ 1);
+          copy_query(a, shared + AT_QUERY, row, thread);
+        }
         complete_query(a, shared + AT_QUERY, row, thread);
         warp_arrive(&small.query_full);
       }
     }
   }
+  copy_wait<0>();
 }
 
 // ---------------------------------------------------------------- output
 
-// Four 8-channel tiles of one Q8 group, values already divided by the total. A thread holds two adjacent channels of
-// each tile, for heads `head` (0, 1) and `head` + 8 (2, 3); the four threads of a quad hold the group.
-__device__ __forceinline__ void finish_group(const Arguments& a, float (&v)[4][4], int row, int head, int channel) {
-  const int quad = threadIdx.x % 4;
-  u32 pairs[4][2];
+// Two adjacent channels of heads `head` and `head` + 8 as bf16 into the tile that finish_heads reads.
+__device__ __forceinline__ void stage(u8* tile, int head, int quad, int chunk, u32 upper, u32 lower) {
+  u8* to = tile + (chunk / 8) * COLUMN_BYTES + head * 128 + (((chunk % 8) ^ (head & 7)) << 4) + 4 * quad;
+  *(u32*)to = upper;
+  *(u32*)(to + 1024) = lower;
+}
+
+// SPLITS = 1. `factors`: 2^16 / total of heads `head` and `head` + 8.
+__device__ __forceinline__ void stage_sums(const float (&sums)[128], const float (&factors)[2], u8* tile, int head, int quad, int first_chunk) {
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    pairs[t][0] = pack_bf16(v[t][0], v[t][1]);
-    pairs[t][1] = pack_bf16(v[t][2], v[t][3]);
-    const int turning = channel + 8 * t - (D - ROPE);
+  for (int t = 0; t < 32; ++t)
+    stage(tile, head, quad, first_chunk + t, pack_bf16(sums[4 * t] * factors[0], sums[4 * t + 1] * factors[0]),
+          pack_bf16(sums[4 * t + 2] * factors[1], sums[4 * t + 3] * factors[1]));
+}
+
+// Eight channels rounded by Q8; the four lanes that hold a group call it together.
+__device__ __forceinline__ uint4 quantize(const uint4& x) {
+  float largest = 1e-4f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    largest = fmaxf(largest, fmaxf(fabsf(low_bf16(word_of(x, i))), fabsf(high_bf16(word_of(x, i)))));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  // log2(largest / 448) rounded up, plus 127: 448 is 1.75 * 2^8, and no bf16 value lies so close above it that the
+  // quotient would round to a power of two
+  const u32 exponent = ((__float_as_uint(largest) + 0x1FFFFFu) >> 23) - 8;
+  const float scale = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
+  return {round_q8(low_bf16(x.x), high_bf16(x.x), inverse, scale), round_q8(low_bf16(x.y), high_bf16(x.y), inverse, scale),
+          round_q8(low_bf16(x.z), high_bf16(x.z), inverse, scale), round_q8(low_bf16(x.w), high_bf16(x.w), inverse, scale)};
+}
+
+// A warp rotates back, rounds and writes staged heads, over `columns` blocks of 64 channels.
+__device__ __forceinline__ void finish_heads(const Arguments& a, u32 tile, int row, int first_head, int heads, int first_column, int columns) {
+  const int lane = threadIdx.x % 32, chunk = lane % 8;
+#pragma unroll 1
+  for (int column = first_column; column < first_column + columns; ++column) {
+    const int channel = 64 * column + 8 * chunk, turning = channel - (D - ROPE);
+    float4 c = {1, 1, 1, 1}, s = {0, 0, 0, 0};
     if (turning >= 0) {
-      const long long at = (long long)row * (ROPE / 2) + turning / 2 + quad;
-      const float cosine = __ldg(a.cosines + at), sine = -__ldg(a.sines + at);
-      pairs[t][0] = turn(pairs[t][0], cosine, sine);
-      pairs[t][1] = turn(pairs[t][1], cosine, sine);
+      const long long at = (long long)row * (ROPE / 2) + turning / 2;
+      c = *(const float4*)(a.cosines + at), s = *(const float4*)(a.sines + at);
     }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (a.quantize) {
-      float largest = 1e-4f;
-#pragma unroll
-      for (int t = 0; t < 4; ++t)
-        largest = fmaxf(largest, fmaxf(fabsf(low_bf16(pairs[t][r])), fabsf(high_bf16(pairs[t][r]))));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      // log2(largest / 448) rounded up, plus 127: 448 is 1.75 * 2^8, and no bf16 value lies so close above it that the
-      // quotient would round to a power of two
-      const u32 exponent = ((__float_as_uint(largest) + 0x1FFFFFu) >> 23) - 8;
-      const float scale = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
-#pragma unroll
-      for (int t = 0; t < 4; ++t) pairs[t][r] = round_q8(low_bf16(pairs[t][r]), high_bf16(pairs[t][r]), inverse, scale);
-    }
-    if (head + 8 * r < H) {
-      u32* to = (u32*)(a.out + ((long long)row * H + head + 8 * r) * D + channel) + quad;
-#pragma unroll
-      for (int t = 0; t < 4; ++t) to[4 * t] = pairs[t][r];
+#pragma unroll 2
+    for (int i = 0; i < heads; i += 4) {
+      const int head = first_head + i + lane / 8;
+      uint4 x = load_shared(chunk_address(tile, head, column, chunk));
+      if (turning >= 0) x = {turn(x.x, c.x, -s.x), turn(x.y, c.y, -s.y), turn(x.z, c.z, -s.z), turn(x.w, c.w, -s.w)};
+      if (a.quantize) x = quantize(x);
+      if (head < H) store_global(a.out + ((long long)row * H + head) * D + channel, x);
     }
   }
 }
 
-// SPLITS = 1. `factors`: 2^16 / total of heads `head` and `head` + 8.
-__device__ __forceinline__ void finish_row(const Arguments& a, float (&sums)[128], const float (&factors)[2], int row, int head, int channel) {
-#pragma unroll
-  for (int group = 0; group < 8; ++group) {
-    float v[4][4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) v[t][e] = sums[16 * group + 4 * t + e] * factors[e / 2];
-    finish_group(a, v, row, head, channel + 32 * group);
-  }
+// SPLITS = 1, when both consumers are done with the row's last block: its key buffer holds the result in between.
+__device__ __forceinline__ void finish_row(const Arguments& a, Small& small, u8* shared_pointer, const float (&sums)[128],
+                                           const float (&factors)[2], int row, int consumer, int last_step) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  u8* tile = shared_pointer + AT_KEYS + (last_step & 1) * TILE_BYTES;
+  stage_sums(sums, factors, tile, warp * 16 + lane / 4, lane % 4, 32 * consumer);
+  __syncwarp();
+  finish_heads(a, shared_address(tile), row, warp * 16, 16, 4 * consumer, 4);
+  if (last_step >= 0) warp_arrive(&small.key_free[last_step & 1]);
 }
 
 #if SPLITS > 1
@@ -484,8 +549,9 @@ __device__ __forceinline__ void send_stats(u32 shared, int split, int head, floa
   for (int rank = 0; rank < SPLITS; ++rank)
     store_remote(remote_address(shared + AT_WEIGHTS + (split * M_ROWS + head) * 8, rank), largest, total);
 }
-__device__ __forceinline__ void combine(const Arguments& a, const u8* shared, int split, int consumer, int thread, int row, int head) {
-  const float2* stats = (const float2*)(shared + AT_WEIGHTS);
+// Add the splits' sums of this CTA's channels and write them; the query's place holds the result in between.
+__device__ __forceinline__ void combine(const Arguments& a, u8* shared_pointer, int split, int consumer, int thread, int row, int head) {
+  const float2* stats = (const float2*)(shared_pointer + AT_WEIGHTS);
   float factors[SPLITS][2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -502,21 +568,22 @@ __device__ __forceinline__ void combine(const Arguments& a, const u8* shared, in
 #pragma unroll
     for (int s = 0; s < SPLITS; ++s) factors[s][r] *= finish;
   }
-#pragma unroll 1
-  for (int group = consumer * (TILES / 8); group < (consumer + 1) * (TILES / 8); ++group) {
-    float v[4][4] = {};
+#pragma unroll 2
+  for (int tile = consumer * (TILES / 2); tile < (consumer + 1) * (TILES / 2); ++tile) {
+    float v[4] = {};
 #pragma unroll
-    for (int s = 0; s < SPLITS; ++s)
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        const float4 x = *(const float4*)(shared + AT_KEYS + ((s * TILES + 4 * group + t) * 128 + thread) * 16);
-        v[t][0] += x.x * factors[s][0];
-        v[t][1] += x.y * factors[s][0];
-        v[t][2] += x.z * factors[s][1];
-        v[t][3] += x.w * factors[s][1];
-      }
-    finish_group(a, v, row, head, split * (D / SPLITS) + 32 * group);
+    for (int s = 0; s < SPLITS; ++s) {
+      const float4 x = *(const float4*)(shared_pointer + AT_KEYS + ((s * TILES + tile) * 128 + thread) * 16);
+      v[0] += x.x * factors[s][0];
+      v[1] += x.y * factors[s][0];
+      v[2] += x.z * factors[s][1];
+      v[3] += x.w * factors[s][1];
+    }
+    stage(shared_pointer + AT_QUERY, head, thread % 4, split * TILES + tile, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
   }
+  named_barrier(1, 256);
+  const int warp = consumer * 4 + thread / 32;
+  finish_heads(a, shared_address(shared_pointer + AT_QUERY), row, warp * 8, 8, split * (8 / SPLITS), 8 / SPLITS);
 }
 #endif
 
@@ -635,7 +702,7 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
         }
       mma_commit();
       mma_wait(sums);
-      warp_arrive(&small.key_free[step & 1]);
+      if (block + 1 < range.end) warp_arrive(&small.key_free[step & 1]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -650,7 +717,7 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
       if (quad == 0) small.finish[item & 1][head + 8 * r] = factors[r];
     }
     named_barrier(1, 256);
-    finish_row(a, sums, factors, row, head, 0);
+    finish_row(a, small, shared_pointer, sums, factors, row, 0, step - 1);
 #else
     cluster_barrier();  // all key buffers of the cluster are done with
     send_sums(sums, shared, split, 0, thread);
@@ -686,12 +753,12 @@ __device__ __forceinline__ void consume_right(const Arguments& a, Small& small, 
       mma_commit();
       mma_wait(sums);
       warp_arrive(&small.weight_free);
-      warp_arrive(&small.key_free[step & 1]);
+      if (block + 1 < range.end) warp_arrive(&small.key_free[step & 1]);
     }
 #if SPLITS == 1
     named_barrier(1, 256);
     const float factors[2] = {small.finish[item & 1][head], small.finish[item & 1][head + 8]};
-    finish_row(a, sums, factors, row, head, D / 2);
+    finish_row(a, small, shared_pointer, sums, factors, row, 1, step - 1);
 #else
     cluster_barrier();
     send_sums(sums, shared, split, 1, thread);
@@ -726,14 +793,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
   __syncthreads();
   const int role = threadIdx.x / 128;
   if (role == 2) {
-    set_registers_down<104>();
+    set_registers_down<88>();
     produce(a, small, shared, split, first, stride);
     if (SPLITS > 1) {
       cluster_barrier();
       cluster_barrier();
     }
   } else if (role == 0) {
-    set_registers_up<224>();  // 224 + 176 + 104 = 3 * 168, what the launch gets
+    set_registers_up<240>();  // 240 + 176 + 88 = 3 * 168, what the launch gets
     consume_left(a, small, shared_pointer, shared, split, first, stride);
   } else {
     set_registers_up<176>();
