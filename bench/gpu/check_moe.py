@@ -29,7 +29,7 @@ from deepinfer.kernels.expert_inputs import quantize_activation
 from deepinfer.kernels.expert_sum import sum_experts
 from deepinfer.kernels.moe import ExpertInput, PackedExperts, build_experts
 from deepinfer.kernels.router import Router, Routing
-from deepinfer.kernels.swiglu import swiglu_quantized
+from deepinfer.kernels.swiglu import swiglu_quantized, swiglu_rounded
 from deepinfer.ops.moe import route
 from deepinfer.ops.number_formats import q4u_decode, q8_round
 
@@ -123,7 +123,7 @@ def exact_experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: PackedExp
 
 
 def compare(name: str, found: Tensor, exact: Tensor, most_wrong: float, most_rms: float = 2.3e-3) -> None:
-    """``most_rms``: of the error over the exact value's root mean square; a rounding to bf16 makes at most 2**-8 / 3**0.5."""
+    """``most_rms``: of the error over the exact value's root mean square; one to bf16 makes at most 2**-8 / 3**0.5."""
     error = (found.double() - exact).abs()
     rms = exact.square().mean().sqrt()
     relative = float(error.square().mean().sqrt() / rms)
@@ -329,6 +329,10 @@ def check_exact(released: Released) -> None:
         compare(f"Triton whole rows {rows}", found, exact, 0.02)
 
 
+def inner_of(rows: int) -> Tensor:
+    return torch.empty(rows, WIDTH, dtype=torch.bfloat16, device=DEVICE)
+
+
 def check_times(released: Released) -> None:
     engine = released.library()
     for rows in DECODE_ROWS:
@@ -362,6 +366,15 @@ def check_times(released: Released) -> None:
             for r in routings
         ]
         timed(f"swiglu rows {rows}", middle, pairs * (3 * WIDTH * 2) / BYTES_PER_S * 1e6)
+        shared, shared_out = torch.randn(rows, 2 * WIDTH, device=DEVICE), inner_of(rows)
+        both = [
+            lambda r=r, g=gate_up, v=values, s=shared, o=shared_out: swiglu_quantized(
+                g, LIMIT, r.weights, experts=r.experts, clear=v, shared=s, shared_out=o
+            )
+            for r in routings
+        ]
+        timed(f"swiglu with the shared expert's rows {rows}", both, pairs * (3 * WIDTH * 2) / BYTES_PER_S * 1e6)
+        report(f"shared swiglu rows {rows}", torch.equal(shared_out, swiglu_rounded(shared, LIMIT)))
         timed(f"quantize rows {rows}", [lambda x=x: quantize_activation(x)] * 12, 1.0)
         timed(f"sum rows {rows}", [lambda v=values: sum_experts(v, TOP)] * 12, 1.0)
         inputs = ExpertInput(x, codes, scales)

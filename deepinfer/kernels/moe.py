@@ -65,6 +65,8 @@ class ExpertOutput:
     """bf16 ``[pairs, hidden]``, each rounded; pairs of expert -1 are 0 where ``place`` is None."""
     place: Tensor | None
     """int32 ``[pairs]``: the row of ``values`` of each pair, -1 for none; None if rows stand in the pairs' order."""
+    shared_inner: Tensor | None = None
+    """bf16 ``[rows, width]``: the shared expert's rounded activation, where its gate and up were given."""
 
 
 class RoutedExperts(abc.ABC):
@@ -82,8 +84,15 @@ class RoutedExperts(abc.ABC):
         """Pairs per block in which the router should order a step of ``rows`` rows; 0 for no order."""
 
     @abc.abstractmethod
-    def forward(self, inputs: ExpertInput, routing: Routing) -> ExpertOutput:
-        """Every pair's expert output. ``routing`` comes from the router with ``block_of(rows)``, or without blocks."""
+    def forward(self, inputs: ExpertInput, routing: Routing, shared_gate_up: Tensor | None = None) -> ExpertOutput:
+        """Every pair's expert output. ``routing`` comes from the router with ``block_of(rows)``, or without blocks.
+
+        Args:
+            shared_gate_up: float32 ``[rows, 2 * width]`` of the shared expert: its activation is made along the way.
+        """
+
+    def _shared(self, gate_up: Tensor | None) -> Tensor | None:
+        return None if gate_up is None else swiglu_rounded(gate_up, self.limit)
 
     def _blocks(self, routing: Routing, block: int) -> ExpertBlocks:
         if routing.blocks is not None and routing.blocks.block == block:
@@ -102,7 +111,7 @@ class TritonExperts(RoutedExperts):
     def block_of(self, rows: int) -> int:
         return 16 if rows * self.num_selected <= 16 * self.num_experts else 64
 
-    def forward(self, inputs: ExpertInput, routing: Routing) -> ExpertOutput:
+    def forward(self, inputs: ExpertInput, routing: Routing, shared_gate_up: Tensor | None = None) -> ExpertOutput:
         rows = inputs.x.shape[0]
         blocks = self._blocks(routing, self.block_of(rows))
         x = round_activation(inputs.x) if inputs.rounded is None else inputs.rounded
@@ -110,7 +119,7 @@ class TritonExperts(RoutedExperts):
         values = torch.empty(rows * self.num_selected, self.hidden, dtype=torch.bfloat16, device=x.device)
         inner = swiglu_rounded(gate_up, self.limit, routing.weights, experts=routing.experts, clear=values)
         grouped_product(inner, self.down.codes, self.down.scales, blocks, 1, torch.bfloat16, out=values)
-        return ExpertOutput(values, None)
+        return ExpertOutput(values, None, self._shared(shared_gate_up))
 
 
 def pack_experts(

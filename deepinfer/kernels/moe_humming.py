@@ -225,10 +225,11 @@ class HummingExperts(RoutedExperts):
             return 1
         return self.gate_up.tuned(rows * self.num_selected, False, False).block
 
-    def forward(self, inputs: ExpertInput, routing: Routing) -> ExpertOutput:
-        return self._fast(inputs, routing) if self.is_fast(inputs.x.shape[0]) else self._faithful(inputs, routing)
+    def forward(self, inputs: ExpertInput, routing: Routing, shared_gate_up: Tensor | None = None) -> ExpertOutput:
+        way = self._fast if self.is_fast(inputs.x.shape[0]) else self._faithful
+        return way(inputs, routing, shared_gate_up)
 
-    def _faithful(self, inputs: ExpertInput, routing: Routing) -> ExpertOutput:
+    def _faithful(self, inputs: ExpertInput, routing: Routing, shared: Tensor | None) -> ExpertOutput:
         rows, top, device = inputs.x.shape[0], self.num_selected, inputs.x.device
         pairs = rows * top
         if inputs.codes is None or inputs.scales is None:
@@ -241,15 +242,21 @@ class HummingExperts(RoutedExperts):
         order = {"sorted_ids": blocks.ordered, "expert_ids": blocks.block_expert}
         self.gate_up.run(codes, scales, gate_up, pairs, top, num_tokens_padded=blocks.num_ordered, **order)
         values = torch.empty(pairs, self.hidden, dtype=torch.bfloat16, device=device)
-        codes, scales = swiglu_quantized(gate_up, self.limit, routing.weights, experts=routing.experts, clear=values)
+        shared_inner = None
+        if shared is not None:
+            shared_inner = torch.empty(rows, self.width, dtype=torch.bfloat16, device=device)
+        codes, scales = swiglu_quantized(
+            gate_up, self.limit, routing.weights, experts=routing.experts, clear=values,
+            shared=shared, shared_out=shared_inner,
+        )  # fmt: skip
         down_block = self.down.tuned(pairs, False, False).block
         if down_block != blocks.block:
             blocks = self._blocks(routing, down_block)
             order = {"sorted_ids": blocks.ordered, "expert_ids": blocks.block_expert}
         self.down.run(codes, scales, values, pairs, 1, num_tokens_padded=blocks.num_ordered, **order)
-        return ExpertOutput(values, None)
+        return ExpertOutput(values, None, shared_inner)
 
-    def _fast(self, inputs: ExpertInput, routing: Routing) -> ExpertOutput:
+    def _fast(self, inputs: ExpertInput, routing: Routing, shared: Tensor | None) -> ExpertOutput:
         """One activation scale per row, pairs gathered in the order of their experts."""
         top, device = self.num_selected, inputs.x.device
         pairs = inputs.x.shape[0] * top
@@ -260,4 +267,4 @@ class HummingExperts(RoutedExperts):
         codes, scales = swiglu_quantized(gate_up, self.limit, routing.weights, per_row=True, order=blocks)
         values = torch.empty(pairs, self.hidden, dtype=torch.bfloat16, device=device)
         self.down.run(codes, scales, values, pairs, 1, expert_layout=blocks.offsets)
-        return ExpertOutput(values, blocks.place)
+        return ExpertOutput(values, blocks.place, self._shared(shared))

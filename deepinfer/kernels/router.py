@@ -224,6 +224,8 @@ class Router:
         self.num_selected, self.scale = num_selected, scale
         self.has_cuda = route_cuda.accepts_router(gate, num_selected)
         self._many_rows = Bf16Linear(self.gate, skinny=False)
+        if self.has_cuda:
+            torch.cuda.synchronize(gate.device)  # the kernels read the gate and the bias before they wait for others
         num_counters = self.num_experts + 1 + MAX_FUSED_TILES
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=gate.device)
 

@@ -58,7 +58,6 @@ class FusedLayer:
         self.feed_forward = FeedForward(
             num_selected,
             config.routed_scaling_factor,
-            config.swiglu_limit,
             below,
             lambda source: make_experts(source, num_experts),
         )

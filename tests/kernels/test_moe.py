@@ -195,3 +195,21 @@ def test_codes_and_values_say_the_same(device):
     x = torch.randn(4, 128).bfloat16().to(device)
     codes, scale_bytes = q8(x)
     assert torch.equal(round_activation(x).float(), q8_decode(codes, scale_bytes))
+
+
+def test_the_shared_expert_is_activated_in_the_same_launch(device):
+    torch.manual_seed(4)
+    gate_up = (torch.randn(6, 192) * 4).half().to(device)
+    shared = (torch.randn(2, 192) * 4).to(device)
+    experts = torch.tensor([[0, 2, -1], [1, 0, 3]], dtype=torch.int32, device=device)
+    weights, values = torch.rand(2, 3, device=device), torch.ones(6, 64, dtype=torch.bfloat16, device=device)
+    inner = torch.empty(2, 96, dtype=torch.bfloat16, device=device)
+    codes, scales = swiglu_quantized(
+        gate_up, LIMIT, weights, experts=experts, clear=values, shared=shared, shared_out=inner
+    )
+    alone = swiglu_quantized(gate_up, LIMIT, weights)
+    live = (experts >= 0).flatten()
+    assert torch.equal(codes[live], alone[0][live])
+    assert torch.equal(scales[live], alone[1][live])
+    assert torch.equal(inner, swiglu_rounded(shared, LIMIT))
+    assert values.any(-1).tolist() == live.tolist()

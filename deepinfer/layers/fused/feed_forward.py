@@ -12,7 +12,6 @@ from deepinfer.kernels.expert_sum import sum_experts
 from deepinfer.kernels.hyper_connection import ExpertOutputs, Update
 from deepinfer.kernels.moe import ExpertInput, RoutedExperts
 from deepinfer.kernels.router import Router
-from deepinfer.kernels.swiglu import swiglu_rounded
 from deepinfer.layers.fused.residual import SublayerInput
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
@@ -29,11 +28,10 @@ class FeedForward:
         self,
         num_selected: int,
         scale: float,
-        limit: float,
         weights: PackedSource,
         make_experts: Callable[[PackedSource], RoutedExperts],
     ) -> None:
-        self.limit = limit
+        self.invariant = weights.invariant
         bias, image_bias = weights.fp32("gate.bias"), weights.fp32("gate.bias_vl")
         self.router = Router(weights.bf16("gate.weight"), bias, image_bias, num_selected, scale)
         self.experts = make_experts(weights)
@@ -48,11 +46,17 @@ class FeedForward:
         """
         rows, experts = inputs.x.shape[0], self.experts
         routing = self.router.forward(
-            inputs.x, positions=step.rows.positions, is_image=is_image, block=experts.block_of(rows)
+            inputs.x,
+            positions=step.rows.positions,
+            is_image=is_image,
+            block=experts.block_of(rows),
+            invariant=self.invariant,
         )
-        gate_up = self.gate_up.forward(inputs.rounded, dtype=torch.float32, overlap=True)
-        shared = self.down.forward(swiglu_rounded(gate_up, self.limit), overlap=True)
-        routed = experts.forward(ExpertInput(inputs.x, inputs.codes, inputs.scales, inputs.rounded), routing)
+        gate_up = self.gate_up.forward(inputs.rounded, dtype=torch.float32, overlap=True, invariant=self.invariant)
+        given = ExpertInput(inputs.x, inputs.codes, inputs.scales, inputs.rounded)
+        routed = experts.forward(given, routing, gate_up)
+        assert routed.shared_inner is not None
+        shared = self.down.forward(routed.shared_inner, overlap=True, invariant=self.invariant)
         if routed.place is not None:
             return sum_experts(routed.values, experts.num_selected, place=routed.place, shared=shared)
         return ExpertOutputs(routed.values.view(rows, -1, routed.values.shape[1]), shared, routing.experts)
