@@ -219,6 +219,11 @@ def check_router() -> None:
         actions = [lambda r=r, x=whole[:rows]: r.forward(x, block=8) for r in routers]
         timed(f"router rows {rows}, order {how}", actions, floor)
     router_module.CLUSTER_ROWS = before
+    own, router_module.MAX_OWN_ROWS = router_module.MAX_OWN_ROWS, 0
+    for rows in (64, 256, 512):
+        actions = [lambda r=r, x=whole[:rows]: r.forward(x, block=8) for r in routers]
+        timed(f"router rows {rows}, logits by cuBLAS", actions, floor)
+    router_module.MAX_OWN_ROWS = own
 
 
 def check_order() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import nvrtc, route_cuda
+from deepinfer.kernels import nvrtc, route_cuda, router
 from deepinfer.kernels.expert_blocks import ExpertBlocks, new_blocks, order_pairs
 from deepinfer.ops.moe import route
 from tests.kernels.test_router import assert_order
@@ -147,7 +147,27 @@ def test_equal_scores_go_to_the_lower_expert(device):
     assert torch.equal(weights, torch.full_like(weights, 0.25))
 
 
-@pytest.mark.parametrize(("rows", "experts", "top", "block"), [(1, 8, 2, 8), (31, 384, 6, 1), (300, 24, 3, 16)])
+@pytest.mark.parametrize("rows", [1, 5, 41])
+def test_router_orders_with_the_selection_or_behind_it(rows, device, monkeypatch):
+    monkeypatch.setattr(router, "CLUSTER_ROWS", 40)
+    monkeypatch.setattr(route_cuda, "accepts_router", lambda *_: True)
+    monkeypatch.setattr(route_cuda, "accepts_order", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    torch.manual_seed(rows)
+    x, gate = torch.randn(rows, 160).bfloat16().to(device), (torch.randn(24, 160) / 4).bfloat16().to(device)
+    bias = torch.randn(24, device=device)
+    positions = torch.arange(rows, dtype=torch.int32, device=device)
+    positions[3::5] = -1
+    expected, weights = route(x, gate.double(), bias.double(), 3, 1.5)
+    expected[positions < 0], weights[positions < 0] = -1, 0
+    found = router.Router(gate, bias, None, 3, 1.5).forward(x, positions=positions, block=8)
+    assert torch.equal(found.experts.long(), expected)
+    torch.testing.assert_close(found.weights.double(), weights, rtol=2e-6, atol=1e-9)
+    assert found.blocks is not None
+    assert_order(found.blocks, expected, 24)
+
+
+@pytest.mark.parametrize(("rows", "experts", "top", "block"), [(1, 8, 2, 8), (31, 40, 6, 1), (300, 24, 3, 16)])
 def test_pairs_are_ordered_by_expert(rows, experts, top, block, device):
     torch.manual_seed(rows)
     chosen = torch.rand(rows, experts).topk(top, 1).indices.int()
