@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels import hyper_connection_cuda as cuda
 from deepinfer.kernels import hyper_connection_stages as stages
 from deepinfer.kernels.hyper_connection_parts import Mixes, PartialSums, mix_width, new_mixes
 
@@ -75,8 +76,9 @@ def hc_finish(
     wants_codes: bool = False,
     wants_mixes: bool = True,
     scale_dtype: torch.dtype = torch.uint8,
-    columns: int = 512,
-    num_warps: int = 4,
+    columns: int | None = None,
+    num_warps: int | None = None,
+    overlap: bool = True,
 ) -> Finished:
     """The normed input of a sublayer, rounded as its products want it, and the sublayer's mixes.
 
@@ -84,7 +86,9 @@ def hc_finish(
         partial, h: from :func:`hc_write_read`.
         norm_weight: ``[hidden]`` bf16 or float32; scale: ``[3]``, base: ``[(2 + M) * M]`` float32.
         scale_dtype: of the codes' scales, uint8 or float32.
-        columns: of one program, a power of two of at least 32; no influence on the result.
+        columns, num_warps: of one program of the Triton kernel, which they choose; ``columns`` a power of two of at
+            least 32. No influence on the result.
+        overlap: the CUDA kernel may load its weights before the preceding kernel has ended.
     """
     rows, hidden = h.shape
     assert h.is_contiguous()
@@ -95,14 +99,25 @@ def hc_finish(
     codes = torch.empty_like(h, dtype=torch.uint8) if wants_codes else None
     scales = h.new_empty(rows, hidden // 32, dtype=scale_dtype) if wants_codes else None
     packed, mixes = new_mixes(h, rows, streams)
+    finished = Finished(x, xq, codes, scales, mixes if wants_mixes else None)
+    num_slices = partial.num_slices
+    chosen = columns is not None or num_warps is not None
+    if not chosen and cuda.accepts(streams, hidden, h.device) and cuda.accepts_slices(num_slices, hidden):
+        cuda.finish(
+            partial.records, num_slices, h, norm_weight, scale, base, norm_eps, hc_eps, iterations,
+            x, xq, codes, scales, packed if wants_mixes else None, overlap,
+        )  # fmt: skip
+        return finished
+    columns = columns or 512
     parts = triton.cdiv(hidden, columns)
     _finish_kernel[(rows, parts + wants_mixes)](
         partial.records, h, norm_weight, scale, base, x, xq, codes, scales, packed,
         hidden, partial.records.stride(0), norm_eps, hc_eps,
-        ITERATIONS=iterations, M=streams, WIDTH=mix_width(streams), SLICES=partial.num_slices,
-        SLICES_P2=triton.next_power_of_2(partial.num_slices), GROUPS=columns // 32, PARTS=parts, num_warps=num_warps,
+        ITERATIONS=iterations, M=streams, WIDTH=mix_width(streams), SLICES=num_slices,
+        SLICES_P2=triton.next_power_of_2(num_slices), GROUPS=columns // 32, PARTS=parts,
+        num_warps=num_warps or (2 if rows >= 128 else 4),
     )  # fmt: skip
-    return Finished(x, xq, codes, scales, mixes if wants_mixes else None)
+    return finished
 
 
 @triton.jit

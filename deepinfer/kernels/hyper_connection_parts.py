@@ -102,6 +102,12 @@ def record_stride(num_slices: int, streams: int) -> int:
     return triton.cdiv(num_slices * (mix_width(streams) + 2), 32) * 32
 
 
+def new_partial_sums(trunk: Tensor, num_slices: int) -> PartialSums:
+    """Room for the records of all rows of ``trunk`` ``[rows, M, hidden]``."""
+    rows, streams, _ = trunk.shape
+    return PartialSums(trunk.new_empty(rows, record_stride(num_slices, streams), dtype=torch.float32), num_slices)
+
+
 def update_arguments(update: Update | None) -> tuple[int, int, Tensor | None, Tensor | None, Tensor | None]:
     """Kind, parts, and the kernels' pointers ``update``, ``shared``, ``experts``."""
     if update is None:

@@ -17,7 +17,6 @@ from deepinfer.kernels.hyper_connection import (
     hc_write_read,
     new_mixes,
 )
-from deepinfer.kernels.hyper_connection_fused import hc_enter, new_counters
 from deepinfer.ops import number_formats as nf
 from deepinfer.ops.hyper_connection import hc_mixes, hc_read, hc_write
 from deepinfer.ops.norm import rms_norm
@@ -183,26 +182,3 @@ def test_head_input_is_read_and_normed(gather: bool, device: torch.device):
     expected = hc_read(trunk[picked], read[picked].double())
     assert _share_different(h, expected) < 2e-3
     assert _share_different(x, rms_norm(h, norm.double(), NORM_EPS)) < 2e-3
-
-
-@pytest.mark.parametrize("rows", [1, 17])
-def test_one_launch_gives_the_bits_of_two(rows: int, device: torch.device):
-    hidden = 64 if device.type == "cpu" else 5120  # the interpreter cannot let programs wait for one another
-    trunk, mixes, read = _trunk(rows, hidden, device), _mixes(rows, device), _mixes(rows, device).read
-    update, norm = torch.randn(rows, hidden).bfloat16().to(device), torch.rand(hidden).bfloat16().to(device)
-    fn, scale, base = _fn(hidden, device), torch.ones(3).to(device), torch.randn(24).to(device)
-    counters = new_counters(device)
-
-    def run(counters: Tensor | None) -> list[Tensor | None]:
-        done, finished = hc_enter(
-            trunk, read, fn, norm, scale, base, NORM_EPS, HC_EPS, ITERATIONS, update, mixes,
-            counters=counters, wants_feature=True, wants_codes=True,
-        )  # fmt: skip
-        assert (done.h is None) == (counters is not None)
-        assert finished.mixes is not None
-        return [done.trunk, done.feature, *finished[:4], *finished.mixes]
-
-    for _ in range(3):  # the counters are zero again behind every launch
-        for one, two in zip(run(counters), run(None), strict=True):
-            assert torch.equal(one, two)
-    assert not counters.any()

@@ -1,4 +1,4 @@
-"""The residual streams in flight, and the hyper-connection of one sublayer in one or two launches (spec 4.2).
+"""The residual streams in flight, and the hyper-connection of one sublayer in two launches (spec 4.2).
 
 A sublayer's output is not written when it is known but when the next sublayer reads: one kernel then writes, reads and
 makes the partial sums of the next mixes while the streams pass through the registers once.
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.hyper_connection import Mixes, Update, hc_write_read
-from deepinfer.kernels.hyper_connection_fused import hc_enter
+from deepinfer.kernels.hyper_connection import Mixes, Update, hc_finish, hc_write_read
 from deepinfer.layers.fused.weights import PackedSource
 
 
@@ -70,8 +69,6 @@ class HyperConnection:
         self.base = weights.fp32(f"hc_{kind}_base")
         self.norm = weights.bf16(f"{kind}_norm.weight")
         self.wants_codes = wants_codes
-        self.counters: Tensor | None = None
-        """None: always two launches. One, with programs that wait for one another, took 1 us longer on an H200."""
 
     def enter(self, residual: Residual, features: list[Tensor] | None = None) -> SublayerInput:
         """Write what is pending, read the sublayer's input, and leave the mixes for its output in ``residual``.
@@ -79,20 +76,25 @@ class HyperConnection:
         Args:
             features: gets the mean of the streams, ``[rows, hidden]`` bf16.
         """
-        read, finished = hc_enter(
+        read = hc_write_read(
             residual.trunk,
             residual.read_mix,
             self.fn,
+            residual.update,
+            residual.mixes if residual.update is not None else None,
+            wants_feature=features is not None,
+        )
+        assert read.partial is not None
+        assert read.h is not None
+        finished = hc_finish(
+            read.partial,
+            read.h,
             self.norm,
             self.scale,
             self.base,
             self.norm_eps,
             self.hc_eps,
             self.iterations,
-            residual.update,
-            residual.mixes if residual.update is not None else None,
-            counters=self.counters,
-            wants_feature=features is not None,
             wants_codes=self.wants_codes,
             scale_dtype=torch.float32,
         )
