@@ -1,8 +1,9 @@
 """Sparse attention on a GPU at the released sizes: correctness against float64, then time over the floor.
 
-    python -m bench.gpu.check_attention [--json FILE] [--quick]
+    python -m bench.gpu.check_attention [--json FILE] [--quick] [--no-ablations]
 
-Times are medians of replayed CUDA graphs whose launches rotate over enough rows to leave the L2 cold.
+Times are medians of replayed CUDA graphs whose launches rotate over enough rows to leave the L2 cold. ABLATIONS are
+kernels with one stage changed or left out (most of them compute nonsense): their times tell what the kernel waits for.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +36,21 @@ HEADS, DIM, ROPE, WINDOW, TOP_K = 64, 512, 64, 128, 512
 BYTES_PER_S, FLOPS_PER_S = 4.2e12, 770e12
 NAN_BYTE = 0x7F
 RESULTS: list[dict[str, Any]] = []
+# name -> replacements (pattern, text) in the kernel's source
+ABLATIONS = {
+    "reader fences": [
+        (r"fence_for_tensor_cores\(\);\n(\s+warp_arrive\(&small.key_full)", r"\1"),
+        (r"(barrier_wait\(&small.key_full\[.*\);)", r"\1 fence_for_tensor_cores();"),
+    ],
+    "no key fence": [(r"fence_for_tensor_cores\(\);\n(\s+warp_arrive\(&small.key_full)", r"\1")],
+    "expansion unrolled": [(r"#pragma unroll 1\n(.*\n\s+copy_wait<3>)", r"#pragma unroll\n\1")],
+    "no expansion": [(r"(u32 column, (const Places& places|u32 first, u32 second)\) \{)", r"\1 return;")],
+    "no copies": [(r"(\) \{\n\s+const u8\* from = copy.from \+.*)", r"\1\ncopy_commit(); return;")],
+    "no logits": [(r"(k < )32(; \+\+k\) \{\n\s+const u32 at)", r"\g<1>1\2")],
+    "no sums": [(r"(mma_fence\(\);\n#pragma unroll\n\s+for \(int k = 0; k < )4", r"\g<1>0")],
+    "no output": [(r"column < first_column \+ columns", "column < (row == -5) * columns")],
+    "no rounding": [(r"if \(a.quantize\)", "if (a.quantize == 7)")],
+}
 
 
 @dataclass
@@ -206,36 +225,82 @@ def check_time(rows: int, pool: Pool, entry_format: str, variants: list[dict[str
         attempt(f"rows={rows} {options}", one, options)
 
 
-def compile_all() -> None:
+def write_ablations(folder: Path) -> list[str]:
+    """Sources with one stage changed, beside a copy of the kernel's; names of the files."""
+    text = (nvrtc.SOURCES / attention_cuda.SOURCE).read_text()
+    (folder / attention_cuda.SOURCE).write_text(text)
+    files = []
+    for name, replacements in ABLATIONS.items():
+        changed = text
+        for pattern, new in replacements:
+            changed, count = re.subn(pattern, new, changed)
+            assert count, f"{name}: the kernel has no {pattern}"
+        files.append(f"{name}.cu")
+        (folder / files[-1]).write_text(changed)
+    return files
+
+
+def compile_all(ablations: list[str]) -> None:
     variants = [(fp4, splits, rest) for fp4, splits in ((1, 1), (1, 2), (1, 4), (1, 8), (0, 1)) for rest in (0, 1)]
     defines = [attention_cuda.definitions(HEADS, ROPE, bool(f), s, bool(rest)) for f, s, rest in variants]
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda d: nvrtc.compile_cubin(attention_cuda.SOURCE, d, "sm_90a"), defines))
+    jobs = [(attention_cuda.SOURCE, d) for d in defines]
+    jobs += [(name, attention_cuda.definitions(HEADS, ROPE, True, s, True)) for name in ablations for s in (1, 8)]
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(lambda job: nvrtc.compile_cubin(*job, "sm_90a"), jobs))
+
+
+def no_keys(batch: Batch) -> Batch:
+    assert batch.entry_slots is not None
+    hidden = (torch.full_like(batch.window_index, -1), torch.full_like(batch.entry_slots, -1))
+    return replace(batch, window_index=hidden[0], entry_slots=hidden[1])
+
+
+def check_ablations(pool: Pool, files: list[str]) -> None:
+    usual = attention_cuda.SOURCE
+    for rows, splits in ((128, 1), (8, 8)):
+        batches = [make_batch(rows, pool) for _ in range(max(2, min(64, 2048 // rows)))]
+        empty = [no_keys(b) for b in batches]
+        options = {"implementation": "cuda", "splits": splits, "split_weights": True}
+        try:
+            for source in (usual, *files):
+                attention_cuda.SOURCE = source
+                report("TIME", f"rows={rows} splits={splits}", us=round(time_us(batches, **options), 2), kernel=source)
+        finally:
+            attention_cuda.SOURCE = usual
+        report("TIME", f"rows={rows} splits={splits}", us=round(time_us(empty, **options), 2), kernel="no keys")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json")
     parser.add_argument("--quick", action="store_true", help="correctness and few timings")
+    parser.add_argument("--no-ablations", action="store_true")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     begin = time.perf_counter()
-    attempt("compile", compile_all)
+    ablations: list[str] = []
+    if not arguments.no_ablations:
+        folder = Path(tempfile.mkdtemp())
+        ablations = write_ablations(folder)
+        nvrtc.SOURCES = folder
+    attempt("compile", compile_all, ablations)
     print(f"compiled in {time.perf_counter() - begin:.1f} s")
     pool = make_pool(device, 524_288, 65_536)
     implementations = ("cuda", "triton")
 
     for implementation in implementations:
-        for splits in (1, 2, 4, 8) if implementation == "cuda" else (1, 4):
+        for splits in (1, 2, 4, 8) if implementation == "cuda" else (1,):
             options = {"implementation": implementation, "splits": splits}
-            weights = (False, True) if implementation == "cuda" and splits in (1, 2) else (False,)
+            weights = (False, True) if implementation == "cuda" else (False,)
             for split_weights in weights:
                 batch = make_batch(5, pool, holes=True)
                 attempt(f"{options}", check_correct, "5 rows fp4", batch, split_weights=split_weights, **options)
     cuda = {"implementation": "cuda"}
     attempt("full", check_correct, "3 rows fp4, all seen", make_batch(3, pool), splits=1, **cuda)
     attempt("fp8", check_correct, "5 rows fp8", make_batch(5, pool, "fp8", holes=True), splits=1, **cuda)
-    attempt("wide", check_correct, "5 rows window 133", make_batch(5, pool, window=133), splits=2, **cuda)
+    for splits in (2, 4, 8):
+        wide = make_batch(5, pool, window=133)
+        attempt("wide", check_correct, "5 rows window 133", wide, splits=splits, split_weights=True, **cuda)
     attempt("many", check_correct, "300 rows fp4", make_batch(300, pool, holes=True), splits=1, **cuda)
     only = replace(make_batch(7, pool), entries=None, entry_slots=None)
     attempt("window only", check_correct, "7 rows, window only", only, splits=1, **cuda)
@@ -244,13 +309,15 @@ def main() -> None:
         by_rows = {1: (8, 4), 8: (8, 4, 2), 32: (4, 2, 1), 64: (2, 1), 128: (1, 2), 256: (1, 2)}[rows]
         variants: list[dict[str, Any]] = [{**cuda, "splits": s, "split_weights": False} for s in by_rows]
         variants.append({**cuda, "splits": by_rows[0], "split_weights": True})
-        if rows in (1, 128) and not arguments.quick:
-            variants.append({"implementation": "triton", "splits": {1: 4}.get(rows, 1)})
+        if rows == 128 and not arguments.quick:
+            variants.append({"implementation": "triton", "splits": 1})
         attempt(f"time {rows}", check_time, rows, pool, "fp4", variants)
     one = {**cuda, "splits": 1}
     attempt("time fp8", check_time, 128, pool, "fp8", [one])
     variants = [one, {**one, "split_weights": True}]
     attempt("time 8192", check_time, 8192, pool, "fp4", variants)
+    if ablations:
+        attempt("ablations", check_ablations, pool, ablations)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(RESULTS, file, indent=1)
