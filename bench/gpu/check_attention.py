@@ -246,7 +246,7 @@ def compile_all(ablations: list[str]) -> None:
     jobs = [(attention_cuda.SOURCE, d) for d in defines]
     jobs += [(name, attention_cuda.definitions(HEADS, ROPE, True, s, True)) for name in ablations for s in (1, 8)]
     with ThreadPoolExecutor(16) as threads:
-        list(threads.map(lambda job: nvrtc.compile_cubin(*job, "sm_90a"), jobs))
+        list(threads.map(lambda job: nvrtc.compile_cubin(job[0], job[1], "sm_90a"), jobs))
 
 
 def no_keys(batch: Batch) -> Batch:

@@ -91,6 +91,12 @@ def test_persistent_ctas_agree_with_the_reference_and_with_rows_alone(device):
     assert_near(run(case, False, 1, False, ctas=2), case.expected(False), one_part=True)
 
 
+def test_one_block_of_keys_per_row(device):
+    """Every block is both the first and the last of its row, and its key buffer also holds the row's output."""
+    case = case_for(device, 5, heads=64, window=3, selected=0)
+    assert_near(run(case, False, 1, False, ctas=1), case.expected(False), one_part=True)
+
+
 def test_clusters_add_their_splits(device):
     """A head count that is no multiple of 16, records in FP8, weights in two parts."""
     case = case_for(device, 2, heads=40, window=70, selected=130, entry_format="fp8")
