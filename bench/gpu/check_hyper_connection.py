@@ -1,22 +1,21 @@
-"""Hyper-connection, query/key and step-table kernels on a GPU: errors against float64, then times over floor.
+"""Hyper-connection and query/key kernels on a GPU: errors against float64, then times over floor.
 
-    python bench/gpu/check_hyper_connection.py [--json FILE] [--only check,write,finish,enter,others]
+    python bench/gpu/check_hyper_connection.py [--json FILE] [--only check,write,finish,pair,others]
 
 Times are medians of 5 replays of a CUDA graph whose launches rotate over more data than L2 holds, per launch. Floor:
-bytes at 4.2 TB/s. Kernels are compiled by several processes first.
+bytes at 4.2 TB/s. Kernels are compiled by several threads first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from deepinfer.kernels.hyper_connection import (
     ExpertOutputs,
     Mixes,
+    Shape,
     SplitSums,
     Tile,
     Update,
@@ -35,7 +35,7 @@ from deepinfer.kernels.hyper_connection import (
     hc_write_read,
     new_mixes,
 )
-from deepinfer.kernels.hyper_connection_fused import fits_one_launch, hc_enter, new_counters
+from deepinfer.kernels.hyper_connection_cuda import choose_shape
 from deepinfer.kernels.query_key import query_key, store_ring
 from deepinfer.kernels.step_tables import step_tables
 from deepinfer.layers.caches import BLOCK_TOKENS, CacheGeometry
@@ -50,42 +50,27 @@ HIDDEN, STREAMS, QUERY, KEY, ROPE, SELECTED = 5120, 4, 1280, 512, 64, 6
 NORM_EPS, HC_EPS, ITERATIONS = 1e-20, 1e-6, 20
 BYTES_PER_S, ROTATION_BYTES = 4.2e12, 240e6
 CUDA = torch.device("cuda")
-WORKERS = 14
+WORKERS = 12
 results: list[dict] = []
-turn: tuple[int, int] | None = None  # (own number, workers) in a process that only compiles
-num_cases = 0
-
-
-def is_mine() -> bool:
-    """In a compiling process: whether the next case is its own."""
-    global num_cases
-    num_cases += 1
-    return turn is None or num_cases % turn[1] == turn[0]
 
 
 def guarded(name: str, action: Callable[[], None]) -> None:
-    if not is_mine():
-        return
     try:
         action()
         torch.cuda.synchronize()
     except Exception:
         lines = traceback.format_exc().strip().splitlines()
-        if turn is None:
-            print(f"FAIL {name}: raised\n    " + "\n    ".join(lines[-6:]), flush=True)
+        print(f"FAIL {name}: raised\n    " + "\n    ".join(lines[-6:]), flush=True)
         results.append({"case": name, "error": lines[-1]})
 
 
 def report(name: str, ok: bool, detail: str) -> None:
-    if turn is None:
-        print(f"{'PASS' if ok else 'FAIL'} {name} {detail}", flush=True)
+    print(f"{'PASS' if ok else 'FAIL'} {name} {detail}", flush=True)
     results.append({"case": name, "pass": ok, "detail": detail})
 
 
 def timed(name: str, num_bytes: float, launches: list[Callable[[], object]]) -> None:
     launches[0]()
-    if turn is not None:
-        return
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -106,7 +91,7 @@ def timed(name: str, num_bytes: float, launches: list[Callable[[], object]]) -> 
 
 
 def copies(num_bytes: float) -> int:
-    return 1 if turn is not None else max(4, min(120, int(ROTATION_BYTES / num_bytes) + 1))
+    return max(4, min(120, int(ROTATION_BYTES / num_bytes) + 1))
 
 
 def mixes_of(rows: int) -> Mixes:
@@ -145,10 +130,10 @@ class Sublayer:
             self.update = SplitSums(torch.randn(4, rows, HIDDEN, device=CUDA))
             self.value = self.update.sums.double().sum(0).bfloat16()
 
-    def write_read(self, tile: Tile = Tile(), **wants: bool):  # noqa: B008
+    def write_read(self, shape: Shape | None = None, **wants):
         mixes = None if self.update is None else self.mixes
         return hc_write_read(
-            self.trunk, self.read, self.fn, self.update, mixes, out=self.out, tile=tile, **wants
+            self.trunk, self.read, self.fn, self.update, mixes, out=self.out, shape=shape, **wants
         )  # fmt: skip
 
     def write(self):
@@ -159,12 +144,9 @@ class Sublayer:
             partial, h, self.norm, self.scale, self.base, NORM_EPS, HC_EPS, ITERATIONS, **how
         )  # fmt: skip
 
-    def enter(self, counters: Tensor | None, tile: Tile = Tile(), **how):  # noqa: B008
-        mixes = None if self.update is None else self.mixes
-        return hc_enter(
-            self.trunk, self.read, self.fn, self.norm, self.scale, self.base, NORM_EPS, HC_EPS, ITERATIONS,
-            self.update, mixes, counters=counters, out=self.out, tile=tile, **how,
-        )  # fmt: skip
+    def enter(self, overlap: bool = True, **how):
+        done = self.write_read(overlap=overlap)
+        return done, self.finish(done.partial, done.h, overlap=overlap, **how)
 
     @property
     def num_bytes(self) -> float:
@@ -174,7 +156,8 @@ class Sublayer:
 
     @property
     def finish_bytes(self) -> float:
-        return self.rows * (3 * HIDDEN * 2 + 80 * 34 * 4)
+        slices = choose_shape(self.rows, False).grid(self.rows, HIDDEN)[0]
+        return self.rows * (3 * HIDDEN * 2 + slices * 34 * 4)
 
 
 # ---- checks
@@ -209,24 +192,9 @@ def results_of(read, finished) -> list[Tensor]:
     return [read.trunk, *(part for part in finished[:4] if part is not None), *finished.mixes]
 
 
-def check_one_launch(rows: int, form: str) -> None:
-    one, counters = Sublayer(rows, form), new_counters(CUDA)
-    expected = [part.clone() for part in results_of(*one.enter(None, wants_codes=True))]
-    found = results_of(*one.enter(counters, wants_codes=True))
-    same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [results_of(*one.enter(counters, wants_codes=True)) for _ in range(20)]
-    for _ in range(10):
-        graph.replay()
-    again = all(torch.equal(a, b) for each in kept for a, b in zip(each, expected, strict=True))
-    ok = same and again and not bool(counters.any())
-    report(f"one launch {form} rows={rows}", ok, f"eager {same} graph {again} counters zero {not bool(counters.any())}")
-
-
 def check_invariance(form: str) -> None:
     whole = Sublayer(256, form)
-    among = results_of(*whole.enter(None))
+    among = [part.clone() for part in results_of(*whole.enter())]
     wrong = []
     for row, rows in ((0, 1), (37, 1), (255, 1), (249, 7)):
         part, one = slice(row, row + rows), Sublayer(rows, "none")
@@ -238,10 +206,28 @@ def check_invariance(form: str) -> None:
         elif isinstance(whole.update, ExpertOutputs):
             update = whole.update
             one.update = ExpertOutputs(update.routed[part], update.shared[part], update.experts[part])
-        for counters in (None, new_counters(CUDA)):
-            alone = results_of(*one.enter(counters))
+        for overlap in (False, True):
+            alone = results_of(*one.enter(overlap))
+            wrong += [not torch.equal(a, b[part]) for a, b in zip(alone, among, strict=True)]
+        for shape in SHAPES if rows == 7 else ():
+            done = one.write_read(shape)
+            alone = results_of(done, one.finish(done.partial, done.h))
             wrong += [not torch.equal(a, b[part]) for a, b in zip(alone, among, strict=True)]
     report(f"batch invariance {form}", not any(wrong), f"{sum(wrong)} of {len(wrong)} tensors differ")
+
+
+def check_graph(rows: int, form: str) -> None:
+    """Launches that overlap within a graph, against the same one by one."""
+    one = Sublayer(rows, form)
+    expected = [part.clone() for part in results_of(*one.enter(False, wants_codes=True))]
+    graph = torch.cuda.CUDAGraph()
+    one.enter(wants_codes=True)
+    with torch.cuda.graph(graph):
+        kept = [results_of(*one.enter(wants_codes=True)) for _ in range(20)]
+    for _ in range(10):
+        graph.replay()
+    same = all(torch.equal(a, b) for each in kept for a, b in zip(each, expected, strict=True))
+    report(f"overlapped graph {form} rows={rows}", same, "")
 
 
 def check_others() -> None:
@@ -277,7 +263,7 @@ def check_others() -> None:
     ok = max(wrong, of_key) < 2e-3 and exact and stored
     report("query_key, store_ring", ok, f"share latent {wrong:.1e} record {of_key:.1e}; {exact=} {stored=}")
 
-    for rows, keys_first in ((7, True), (700, False)):
+    for rows, keys_first in ((7, True),):
         table, blocks, frequency = step_inputs(rows)
         geometry = CacheGeometry(num_blocks=64, num_slots=64, window=128, ring_length=134, pair_ring_length=7)
         expected = RowExpander(geometry, (1, 2), *frequency).expand(table, blocks, keys_first)
@@ -321,8 +307,8 @@ def checks() -> None:
     for form in ("plain", "experts", "splits", "none"):
         guarded(f"sublayer {form}", lambda form=form: [check_sublayer(rows, form) for rows in (1, 7, 33)])
     for form in ("plain", "experts"):
-        guarded(f"one launch {form}", lambda form=form: [check_one_launch(rows, form) for rows in (1, 16, 33, 48)])
         guarded(f"invariance {form}", lambda form=form: check_invariance(form))
+        guarded(f"graph {form}", lambda form=form: [check_graph(rows, form) for rows in (1, 48, 300)])
     guarded("others", check_others)
 
 
@@ -334,107 +320,80 @@ def subjects(rows: int, form: str) -> list[Sublayer]:
     return [first, *(Sublayer(rows, form) for _ in range(copies(first.num_bytes) - 1))]
 
 
-def time_write(form: str, rows: int, tile: Tile, own: list[Sublayer]) -> None:
-    own = own or subjects(rows, form)
-    shape = f"S={tile.columns} w={tile.num_warps} tiles={tile.row_tiles} stages={tile.num_stages}"
-    launches = [lambda one=one: one.write_read(tile) for one in own]
-    timed(f"write_read {form} rows={rows} {shape}", own[0].num_bytes, launches)
+def time_write(form: str, rows: int, shapes: tuple[Shape, ...], tiles: tuple[Tile, ...]) -> None:
+    own = subjects(rows, form)
+    for shape in shapes:
+        launches = [lambda one=one, shape=shape: one.write_read(shape) for one in own]
+        text = f"warps={shape.warps} halves={shape.halves} groups={shape.row_groups}"
+        chosen = "  <- chosen" if shape == choose_shape(rows, form in ("experts", "splits")) else ""
+        name = f"write_read {form} rows={rows} {text}{chosen}"
+        guarded(name, lambda: timed(name, own[0].num_bytes, launches))  # noqa: B023
+    for tile in tiles:
+        launches = [lambda one=one, tile=tile: one.write_read(tile=tile) for one in own]
+        name = f"write_read {form} rows={rows} Triton S={tile.columns}"
+        guarded(name, lambda: timed(name, own[0].num_bytes, launches))  # noqa: B023
+
+
+FEW = (Shape(1, 1), Shape(2, 1), Shape(2, 2), Shape(4, 1))
+SOME = (
+    *(Shape(1, 1, groups) for groups in (0, 4, 8)),
+    *(Shape(2, 1, groups) for groups in (0, 4, 8)),
+    *(Shape(2, 2, groups) for groups in (2, 4, 8)),
+    *(Shape(4, 1, groups) for groups in (3, 6, 8)),
+    *(Shape(4, 2, groups) for groups in (3, 6)),
+    *(Shape(8, 1, groups) for groups in (6, 8)),
+    *(Shape(8, 2, groups) for groups in (3, 6)),
+)
+MANY = (Shape(8, 2, 6), Shape(8, 1, 6), Shape(4, 2, 6), Shape(4, 1, 6), Shape(4, 1, 9), Shape(2, 2, 6), Shape(2, 2, 8))
+SHAPES = tuple(dict.fromkeys(FEW + SOME + MANY))
 
 
 def times_of_write() -> None:
-    row_tiles = {64: (1, 2), 128: (1, 2, 4), 256: (1, 2, 4, 8), 8192: (4, 8, 16)}
-    for form, counts in (("plain", (1, 8, 32, 64, 128, 256, 8192)), ("experts", (1, 64, 256))):
-        for rows in counts:
-            if turn is not None and rows not in (1, 64, 256, 8192):
-                continue
-            own = [] if turn is not None else subjects(rows, form)
-            for columns, warps in ((32, 4), (64, 4), (128, 4), (128, 8)):
-                if form == "experts" and columns == 128:
-                    continue
-                for tiles in row_tiles.get(rows, (1,)):
-                    for stages in (1, 2, 3) if tiles > 1 else (1,):
-                        tile = Tile(columns, warps, tiles, stages)
-                        guarded(f"write_read {form} {rows} {tile}", partial(time_write, form, rows, tile, own))
-    for form in ("none", "splits"):
-        for rows in (1, 64):
-
-            def run_form(form: str = form, rows: int = rows) -> None:
-                own = subjects(rows, form)
-                timed(
-                    f"write_read {form} rows={rows}",
-                    own[0].num_bytes,
-                    [lambda one=one: one.write_read() for one in own],
-                )
-
-            guarded(f"write_read {form} rows={rows}", run_form)
-    for rows in (1, 64):
-
-        def run_write(rows: int = rows) -> None:
-            own = subjects(rows, "plain")
-            num_bytes = own[0].num_bytes - own[0].fn.numel() * 4
-            timed(f"write only rows={rows}", num_bytes, [lambda one=one: one.write() for one in own])
-
-        guarded(f"write only rows={rows}", run_write)
+    for rows in (1, 8, 32, 64, 128, 256, 8192):
+        shapes = FEW if rows <= 32 else FEW[:3] + SOME if rows <= 256 else MANY
+        shapes = tuple(dict.fromkeys((choose_shape(rows, False), *shapes)))
+        time_write("plain", rows, shapes, (Tile(64),) if rows == 64 else ())
+    for rows in (1, 32, 64, 128, 256):
+        shapes = FEW if rows <= 32 else FEW[:3] + SOME
+        time_write("experts", rows, tuple(dict.fromkeys((choose_shape(rows, True), *shapes))), ())
+    for form, rows in (("none", 64), ("splits", 64)):
+        time_write(form, rows, (Shape(1, 1),), ())
 
 
 def times_of_finish() -> None:
     for rows in (1, 8, 32, 64, 128, 256, 8192):
-        for columns, warps in ((128, 4), (256, 4), (512, 4), (1024, 4), (512, 2), (1024, 8)):
-            for how in ({}, {"wants_mixes": False}, {"wants_codes": True, "wants_xq": False}):
-                if how and (columns, warps) != (512, 4):
-                    continue
-                name = f"finish rows={rows} columns={columns} w={warps} {' '.join(how)}"
-
-                def run(
-                    rows: int = rows, columns: int = columns, warps: int = warps, how: dict = how, name: str = name
-                ) -> None:
-                    own = subjects(rows, "none")
-                    done = [one.write_read() for one in own]
-                    timed(
-                        name,
-                        own[0].finish_bytes,
-                        [
-                            lambda one=one, d=d: one.finish(d.partial, d.h, columns=columns, num_warps=warps, **how)
-                            for one, d in zip(own, done, strict=True)
-                        ],
-                    )
-
-                if turn is None or rows == 1:
-                    guarded(name, run)
+        own = subjects(rows, "none")
+        done = [one.write_read() for one in own]
+        hows: list[dict] = [{}, {"overlap": False}, {"wants_mixes": False}]
+        hows += [{"wants_codes": True, "scale_dtype": torch.float32}]
+        hows += [{"columns": 512, "num_warps": 2}] if rows in (1, 8192) else []
+        for how in hows:
+            name = f"finish rows={rows} slices={done[0].partial.num_slices} " + " ".join(
+                f"{k}={v}" for k, v in how.items()
+            )
+            launches = [
+                lambda one=one, d=d, how=how: one.finish(d.partial, d.h, **how)
+                for one, d in zip(own, done, strict=True)
+            ]
+            guarded(name, lambda: timed(name, own[0].finish_bytes, launches))  # noqa: B023
 
 
-def times_of_enter() -> None:
-    counters = new_counters(CUDA)
+def times_of_pair() -> None:
+    """Both launches, as they follow one another in a layer."""
     for form in ("plain", "experts"):
-        for rows in (1, 8, 16, 32, 48, 64, 256):
-            for columns in (32, 64):
-                for launches in (1, 2):
-                    tile = Tile(columns)
-                    if launches == 1 and not fits_one_launch(rows, HIDDEN, tile, CUDA):
-                        continue
-                    name = f"enter {form} rows={rows} S={columns} in {launches} launch(es)"
-
-                    def run(
-                        rows: int = rows,
-                        form: str = form,
-                        tile: Tile = tile,
-                        launches: int = launches,
-                        name: str = name,
-                    ) -> None:
-                        own = subjects(rows, form)
-                        with_counters = counters if launches == 1 else None
-                        timed(
-                            name,
-                            own[0].num_bytes + own[0].finish_bytes * (2 / 3),
-                            [lambda one=one: one.enter(with_counters, tile) for one in own],
-                        )
-
-                    if turn is None or rows == 1:
-                        guarded(name, run)
+        for rows in (1, 8, 32, 64, 128, 256, 8192):
+            if form == "experts" and rows > 256:
+                continue
+            own = subjects(rows, form)
+            for overlap in (True, False):
+                name = f"pair {form} rows={rows} {overlap=}"
+                launches = [lambda one=one, overlap=overlap: one.enter(overlap) for one in own]
+                num_bytes = own[0].num_bytes + own[0].finish_bytes * (2 / 3)
+                guarded(name, lambda: timed(name, num_bytes, launches))  # noqa: B023
 
 
 def times_of_others() -> None:
-    for rows in (1, 8, 64, 256, 8192):
+    for rows in (1, 64, 256):
 
         def run_query_key(rows: int = rows) -> None:
             query_norm, key_norm = torch.rand(QUERY).bfloat16().to(CUDA), torch.rand(KEY).bfloat16().to(CUDA)
@@ -451,8 +410,6 @@ def times_of_others() -> None:
                     for p in own
                 ],
             )
-            records = torch.empty(rows, KEY + KEY // 32, dtype=torch.uint8, device=CUDA)
-            timed(f"store_ring rows={rows}", rows * 1056, [lambda: store_ring(records, slots, ring)] * 20)
 
         def run_head(rows: int = rows) -> None:
             own = [Sublayer(rows, "none") for _ in range(4)]
@@ -462,37 +419,46 @@ def times_of_others() -> None:
                 [lambda one=one: collapse_head(one.trunk, one.read, one.norm, NORM_EPS) for one in own],
             )
 
-        def run_tables(rows: int = rows) -> None:
-            table, blocks, frequency = step_inputs(max(rows, 6))
-            num_bytes = rows * (128 * 4 + 6 * 32 * 4 + 9 * 4 + 32)
-            timed(f"step_tables rows={rows}", num_bytes, [lambda: tables_of(table, blocks, frequency, True)] * 20)
-
         guarded(f"query_key {rows}", run_query_key)
-        guarded(f"step_tables {rows}", run_tables)
-        if rows <= 256:
-            guarded(f"collapse_head {rows}", run_head)
+        guarded(f"collapse_head {rows}", run_head)
 
 
 PARTS = {
     "check": checks,
     "write": times_of_write,
     "finish": times_of_finish,
-    "enter": times_of_enter,
+    "pair": times_of_pair,
     "others": times_of_others,
 }
 
 
-def run_parts(names: list[str]) -> None:
-    torch.manual_seed(0)
-    for name in names:
-        PARTS[name]()
+def compile_ahead() -> None:
+    """Compile the CUDA kernels side by side."""
 
+    def write(form: str, shape: Shape) -> None:
+        guarded(f"compile {form} {shape}", lambda: Sublayer(3, form).write_read(shape))
 
-def compile_share(number: int, names: list[str]) -> None:
-    """In a process of its own: launch every WORKERS-th case once, which leaves its kernel in Triton's cache."""
-    global turn
-    turn = (number, WORKERS)
-    run_parts(names)
+    def feature(form: str) -> None:
+        guarded(f"compile {form}", lambda: Sublayer(3, form).write_read(wants_feature=True))
+
+    def finish(rows: int, how: dict) -> None:
+        def run() -> None:
+            one = Sublayer(3, "none")
+            done = one.write_read(choose_shape(rows, False))
+            one.finish(done.partial, done.h, **how)
+
+        guarded(f"compile finish {rows} {how}", run)
+
+    shapes = {(shape.warps, shape.halves): Shape(shape.warps, shape.halves) for shape in SHAPES}.values()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for form in ("plain", "experts", "splits", "none"):
+            for shape in shapes if form in ("plain", "experts") else (Shape(1, 1),):
+                pool.submit(write, form, shape)
+            pool.submit(feature, form)
+        for rows in (1, 128, 8192):
+            for how in ({}, {"wants_mixes": False}, {"wants_codes": True}):
+                pool.submit(finish, rows, how)
+            pool.submit(finish, rows, {"wants_codes": True, "scale_dtype": torch.float32})
 
 
 def main() -> None:
@@ -500,18 +466,14 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--only", default=",".join(PARTS))
     arguments = parser.parse_args()
-    names, begin = arguments.only.split(","), time.time()
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_share, args=(number, names)) for number in range(WORKERS)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(timeout=60)
-        if worker.is_alive():
-            worker.kill()
+    begin = time.time()
+    torch.manual_seed(0)
+    torch.empty(1, device=CUDA)
+    compile_ahead()
     print(f"compiled in {time.time() - begin:.1f} s", flush=True)
-    run_parts(names)
-    print(f"whole run {time.time() - begin:.1f} s", flush=True)
+    for name in arguments.only.split(","):
+        PARTS[name]()
+        print(f"{name}: after {time.time() - begin:.1f} s", flush=True)
     if arguments.json:
         machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
         Path(arguments.json).write_text(json.dumps({"machine": machine, "results": results}, indent=1))
