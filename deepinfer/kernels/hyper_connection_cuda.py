@@ -118,6 +118,8 @@ def write_read(
         partial: ``[rows, stride]`` float32 for ``hidden / (32 * shape.warps)`` slices.
     """
     rows, _, hidden = trunk.shape
+    if rows == 0:
+        return
     kind, parts, *pointers = update
     grid = shape.grid(rows, hidden)
     arguments = _WriteReadArguments(
@@ -154,6 +156,8 @@ def finish(
 ) -> None:
     """Fill ``x``, ``rounded``, ``codes``, ``scales`` and ``mixes`` ``[rows, 24]``; arguments as of ``hc_finish``."""
     rows, hidden = h.shape
+    if rows == 0:
+        return
     arguments = _FinishArguments(
         partial.data_ptr(), h.data_ptr(), norm_weight.data_ptr(), scale.data_ptr(), base.data_ptr(), x.data_ptr(),
         *map(_pointer, (rounded, codes, scales, mixes)), rows, partial.stride(0), norm_eps, hc_eps,

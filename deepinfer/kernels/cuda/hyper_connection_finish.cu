@@ -82,19 +82,6 @@ __device__ __forceinline__ float sum_of_group(const float* from) {
   return parts[0];
 }
 
-__device__ __forceinline__ Floats sum_of_group4(const float* from) {  // values 32 apart
-  Floats parts[SPLIT];
-#pragma unroll
-  for (int i = 0; i < SPLIT; ++i) parts[i] = *(const Floats*)(from + 32 * i);
-#pragma unroll
-  for (int step = 1; step < SPLIT; step *= 2)
-#pragma unroll
-    for (int i = 0; i < SPLIT; i += 2 * step)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) parts[i].of[j] += parts[i + step].of[j];
-  return parts[0];
-}
-
 // ---------------------------------------------------------------- mixes
 // Four numbers to their inverses, with half as many of the slow instructions.
 __device__ __forceinline__ void invert(float (&x)[4]) {
@@ -132,12 +119,24 @@ __device__ __forceinline__ void make_mixes(const Arguments& a, int row, float* s
   const float factor = a.scale[mix < 4 ? 0 : mix < 8 ? 1 : 2], offset = a.base[mix];
   wait_for_earlier_kernels();
   const float* record = a.partial + (long long)row * a.record_stride;
-  for (int i = threadIdx.x; i < GROUPS * 7; i += THREADS) {
-    const int group = i / 7, piece = i % 7;
-    float* to = sums + group * SUM_STRIDE + 4 * piece;
-    if (piece == 6) *to = sum_of_group(record + SLICES * 33 + group * SPLIT);
-    else *(Floats*)to = sum_of_group4(record + group * SPLIT * 32 + 4 * piece);
+  const int own_group = min((int)threadIdx.x, GROUPS - 1);
+  const float squares = sum_of_group(record + SLICES * 33 + own_group * SPLIT);
+#pragma unroll
+  for (int round = 0; round < (GROUPS * 6 + THREADS - 1) / THREADS; ++round) {
+    const int i = min(round * THREADS + (int)threadIdx.x, GROUPS * 6 - 1), group = i / 6, piece = i % 6;
+    Floats parts[SPLIT];
+#pragma unroll
+    for (int j = 0; j < SPLIT; ++j) parts[j] = *(const Floats*)(record + (group * SPLIT + j) * 32 + 4 * piece);
+    __syncwarp();  // for the compiler: every load is on its way before any is waited for
+#pragma unroll
+    for (int step = 1; step < SPLIT; step *= 2)
+#pragma unroll
+      for (int j = 0; j < SPLIT; j += 2 * step)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) parts[j].of[k] += parts[j + step].of[k];
+    *(Floats*)(sums + group * SUM_STRIDE + 4 * piece) = parts[0];
   }
+  if (threadIdx.x < GROUPS) sums[threadIdx.x * SUM_STRIDE + 24] = squares;
   __syncthreads();
   if (threadIdx.x >= 32) return;
   float four[4] = {};

@@ -84,6 +84,7 @@ __device__ __forceinline__ void prepare_fn(const Arguments& a, Words* mine, int 
       const float* from = a.fn + ((8 * n + group) * 4 + half * count + s) * (long long)HIDDEN + column;
       raw[s][n][0] = *(const Floats*)from, raw[s][n][1] = *(const Floats*)(from + 4);
     }
+  __syncwarp();  // for the compiler: every load is on its way before any is waited for
 #pragma unroll
   for (int s = 0; s < count; ++s)
 #pragma unroll
@@ -101,17 +102,6 @@ __device__ __forceinline__ void prepare_fn(const Arguments& a, Words* mine, int 
 }
 
 // ---------------------------------------------------------------- a tile
-__device__ __forceinline__ Words load(const u16* from, bool exists) {
-  Words words = {};
-  if (exists) words = *(const Words*)from;
-  return words;
-}
-__device__ __forceinline__ Floats load(const float* from, bool exists) {
-  Floats floats = {};
-  if (exists) floats = *(const Floats*)from;
-  return floats;
-}
-
 // The update's parts at 8 columns of one row, and their sum: float32 values of bf16.
 struct Update {
 #if KIND == 3
@@ -121,22 +111,22 @@ struct Update {
   bool counts[KIND == 2 ? K + 1 : 1];
 #endif
 
-  __device__ __forceinline__ void fetch(const Arguments& a, int row, int column, bool exists) {
+  __device__ __forceinline__ void fetch(const Arguments& a, long long row, int column) {
 #if KIND == 1
-    parts[0] = load((const u16*)a.update + (long long)row * HIDDEN + column, exists);
+    parts[0] = *(const Words*)((const u16*)a.update + row * HIDDEN + column);
 #elif KIND == 2
-    parts[0] = load(a.shared + (long long)row * HIDDEN + column, exists);
+    parts[0] = *(const Words*)(a.shared + row * HIDDEN + column);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      counts[k + 1] = !a.experts || (exists && a.experts[(long long)row * K + k] >= 0);
-      parts[k + 1] = load((const u16*)a.update + ((long long)row * K + k) * HIDDEN + column, exists);
+      counts[k + 1] = !a.experts || a.experts[row * K + k] >= 0;
+      parts[k + 1] = *(const Words*)((const u16*)a.update + (row * K + k) * HIDDEN + column);
     }
 #elif KIND == 3
 #pragma unroll
     for (int k = 0; k < K; ++k)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        parts[k][i] = load((const float*)a.update + ((long long)k * a.rows + row) * HIDDEN + column + 4 * i, exists);
+        parts[k][i] = *(const Floats*)((const float*)a.update + (k * (long long)a.rows + row) * HIDDEN + column + 4 * i);
 #endif
   }
 
@@ -187,16 +177,15 @@ struct Row {
   Floats read_mix, write_mix, stream_mix[4];
   float of_h, of_trunk;  // sums of squares
 
-  __device__ __forceinline__ void fetch(const Arguments& a, int row, int column) {
-    const bool exists = row < a.rows;
+  __device__ __forceinline__ void fetch(const Arguments& a, long long row, int column) {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) streams[s] = load(a.trunk + ((long long)row * 4 + s) * HIDDEN + column, exists);
-    update.fetch(a, row, column, exists);
-    read_mix = load(a.read_mix + (long long)row * a.read_stride, exists);
+    for (int s = 0; s < 4; ++s) streams[s] = *(const Words*)(a.trunk + (row * 4 + s) * HIDDEN + column);
+    update.fetch(a, row, column);
+    read_mix = *(const Floats*)(a.read_mix + row * a.read_stride);
     if (KIND) {
-      write_mix = load(a.write_mix + (long long)row * a.mix_stride, exists);
+      write_mix = *(const Floats*)(a.write_mix + row * a.mix_stride);
 #pragma unroll
-      for (int s = 0; s < 4; ++s) stream_mix[s] = load(a.stream_mix + (long long)row * a.mix_stride + 4 * s, exists);
+      for (int s = 0; s < 4; ++s) stream_mix[s] = *(const Floats*)(a.stream_mix + row * a.mix_stride + 4 * s);
     }
   }
 
@@ -281,7 +270,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) hc_write_read(const Argume
   for (int tile = blockIdx.y * HALVES + half; tile * 16 < a.rows; tile += a.row_groups * HALVES, turn ^= 1) {
     Row rows[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) rows[i].fetch(a, tile * 16 + 8 * i + group, column);
+    for (int i = 0; i < 2; ++i)  // a row that does not exist may hold anything: it meets no other
+      rows[i].fetch(a, min(tile * 16 + 8 * i + group, a.rows - 1), column);
+    __syncwarp();  // as above
 #pragma unroll
     for (int i = 0; i < 2; ++i) rows[i].write_and_read(a, tile * 16 + 8 * i + group, column);
     float sums[3][4];
