@@ -181,6 +181,9 @@ struct Row {
 #pragma unroll
     for (int s = 0; s < 4; ++s) streams[s] = *(const Words*)(a.trunk + (row * 4 + s) * HIDDEN + column);
     update.fetch(a, row, column);
+  }
+
+  __device__ __forceinline__ void fetch_mixes(const Arguments& a, long long row) {
     read_mix = *(const Floats*)(a.read_mix + row * a.read_stride);
     if (KIND) {
       write_mix = *(const Floats*)(a.write_mix + row * a.mix_stride);
@@ -255,7 +258,7 @@ __device__ __forceinline__ void products(float (&sums)[3][4], const Row (&rows)[
     for (int i = 0; i < 4; ++i) sums[n][i] = (part_sums[2][n][i] + part_sums[1][n][i]) + part_sums[0][n][i];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) hc_write_read(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hc_write_read(const Arguments a) {
   extern __shared__ __align__(16) char shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS, half = threadIdx.x / (32 * WARPS);
   const int group = lane / 4, quad = lane % 4, column = (blockIdx.x * WARPS + warp) * 32 + 8 * quad;
@@ -269,9 +272,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) hc_write_read(const Argume
   int turn = 0;
   for (int tile = blockIdx.y * HALVES + half; tile * 16 < a.rows; tile += a.row_groups * HALVES, turn ^= 1) {
     Row rows[2];
+    // A row that does not exist may hold anything: it meets no other.
+    const int safe[2] = {min(tile * 16 + group, a.rows - 1), min(tile * 16 + 8 + group, a.rows - 1)};
 #pragma unroll
-    for (int i = 0; i < 2; ++i)  // a row that does not exist may hold anything: it meets no other
-      rows[i].fetch(a, min(tile * 16 + 8 * i + group, a.rows - 1), column);
+    for (int i = 0; i < 2; ++i) rows[i].fetch(a, safe[i], column);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rows[i].fetch_mixes(a, safe[i]);
     __syncwarp();  // as above
 #pragma unroll
     for (int i = 0; i < 2; ++i) rows[i].write_and_read(a, tile * 16 + 8 * i + group, column);
