@@ -337,7 +337,7 @@ def time_write(form: str, rows: int, shapes: tuple[Shape, ...], tiles: tuple[Til
 FEW = (Shape(1, 1), Shape(2, 1), Shape(2, 2), Shape(4, 1))
 SOME = (
     *(Shape(1, 1, groups) for groups in (0, 4, 8)),
-    *(Shape(2, 1, groups) for groups in (0, 4, 8)),
+    *(Shape(2, 1, groups) for groups in (0, 4, 6, 8)),
     *(Shape(2, 2, groups) for groups in (2, 4, 8)),
     *(Shape(4, 1, groups) for groups in (3, 6, 8)),
     *(Shape(4, 2, groups) for groups in (3, 6)),

@@ -72,9 +72,12 @@ __device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair
 
 // The sum over the neighbours of one group.
 __device__ __forceinline__ float sum_of_group(const float* from) {
-  float parts[SPLIT];
+  __align__(16) float parts[SPLIT];
 #pragma unroll
-  for (int i = 0; i < SPLIT; ++i) parts[i] = from[i];
+  for (int i = 0; i < SPLIT; i += SPLIT < 4 ? 1 : 4) {
+    if (SPLIT < 4) parts[i] = from[i];
+    else *(Floats*)(parts + i) = *(const Floats*)(from + i);
+  }
 #pragma unroll
   for (int step = 1; step < SPLIT; step *= 2)
 #pragma unroll
@@ -247,7 +250,7 @@ __device__ __forceinline__ void norm(const Arguments& a, int row, int part) {
   if (ROUNDED || CODES || SCALES) store_rounded(a, x, at, exists);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) hc_finish(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hc_finish(const Arguments a) {
   __shared__ __align__(16) float sums[GROUPS * SUM_STRIDE];
   const int row = blockIdx.x / (PARTS + MIXES), part = (int)blockIdx.x % (PARTS + MIXES) - MIXES;
   if (MIXES && part < 0) make_mixes(a, row, sums);
