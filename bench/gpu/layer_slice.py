@@ -207,6 +207,19 @@ def measure_prefill(subject: Slice, tokens: int, chunk: int, precision: str, wan
     return record
 
 
+def set_precision(subject: Slice, precision: str) -> None:
+    """Both precisions use the same weights, so one loaded slice measures both."""
+    for layer in subject.model.layers:
+        layer.attention.split_weights = precision != "fast"
+        layer.feed_forward.experts.precision = precision  # type: ignore[attr-defined]
+
+
+def set_rows_beside(subject: Slice, rows: int) -> None:
+    """Up to how many rows the shared expert has a stream of its own."""
+    for layer in subject.model.layers:
+        layer.feed_forward.max_rows_beside = rows
+
+
 def attempt(name: str, run: Callable[[], dict[str, Any]], results: list[dict[str, Any]]) -> None:
     """Run one measurement; a failure is reported and does not end the others."""
     try:
@@ -237,7 +250,8 @@ def main() -> None:
     parser.add_argument("--profiles", type=numbers, default=[1, 64, 256], help="batches whose kernels are listed")
     parser.add_argument("--prefill", type=numbers, default=[8192])
     parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--precision", choices=("faithful", "fast"), default="faithful")
+    parser.add_argument("--precisions", nargs="+", choices=("faithful", "fast"), default=["faithful", "fast"])
+    parser.add_argument("--one-stream", type=numbers, default=[1, 64, 256], help="batches also without a side stream")
     parser.add_argument("--drafts", type=int, default=0, help="also steps with so many draft rows per sequence")
     parser.add_argument("--engram", type=int, help="n-gram memory at one layer, rows per hash table")
     parser.add_argument("--num-blocks", type=int, default=40_000)
@@ -245,7 +259,7 @@ def main() -> None:
     args = parser.parse_args()
     config = released_slice(engram_vocab_size=args.engram)
     began = time.monotonic()
-    subject = Slice(config, args.precision, args.num_blocks, max(args.batches) + 2)
+    subject = Slice(config, args.precisions[0], args.num_blocks, max(args.batches) + 2)
     results: list[dict[str, Any]] = []
     for context in args.contexts:
         for batch in args.batches:
@@ -256,20 +270,31 @@ def main() -> None:
         for batch in [number for number in (1, 64) if number in args.batches]:
             name = f"decode B={batch} context={context}"
             attempt(name, lambda b=batch, c=context: measure_decode(subject, b, c, 1, False), results)
+    for batch in [number for number in args.one_stream if number in args.batches]:
+        rows, context = subject.model.layers[0].feed_forward.max_rows_beside, args.contexts[0]
+        set_rows_beside(subject, 0)
+        attempt(f"one stream B={batch}", lambda b=batch, c=context: measure_decode(subject, b, c, 1, False), results)
+        set_rows_beside(subject, rows)
     if args.drafts:
         for batch in [number for number in (1, 64) if number in args.batches]:
             name = f"verify B={batch} drafts={args.drafts}"
             attempt(name, lambda b=batch: measure_decode(subject, b, 1024, 1 + args.drafts, False), results)
-    for tokens in args.prefill:
-        name = f"prefill {tokens}"
-        wants = tokens == args.prefill[0]
-        run = lambda t=tokens, w=wants: measure_prefill(subject, t, args.chunk, args.precision, w)  # noqa: E731
-        attempt(name, run, results)
+    for precision in args.precisions:
+        set_precision(subject, precision)
+        for tokens in args.prefill:
+            name = f"prefill {tokens} {precision}"
+            wants = tokens == args.prefill[0]
+            run = lambda t=tokens, w=wants, p=precision: measure_prefill(subject, t, args.chunk, p, w)  # noqa: E731
+            attempt(name, run, results)
+        if precision != args.precisions[0]:
+            for batch in [number for number in (1, 64) if number in args.batches]:
+                name = f"decode B={batch} {precision}"
+                attempt(name, lambda b=batch: measure_decode(subject, b, 1024, 1, False), results)
     sizes = cache_sizes(config, "faithful")
     record = {
         "command": " ".join(["python", *sys.argv]),
         "machine": {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__},
-        "precision": args.precision,
+        "precision": args.precisions[0],
         "num_layers": NUM_LAYERS,
         "cache_bytes_per_token": sizes.token_bytes,
         "seconds": time.monotonic() - began,

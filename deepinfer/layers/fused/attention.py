@@ -25,6 +25,8 @@ class Attention:
 
     def __init__(self, config: TextConfig, plan: LayerPlan, weights: PackedSource) -> None:
         self.plan, self.eps, self.invariant = plan, config.rms_norm_eps, weights.invariant
+        self.split_weights = not weights.is_fast
+        """Softmax weights enter the product with 16 bits instead of 8: their rounding then flips no later one."""
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.groups = config.o_groups
         self.query_and_key = Fp8Linear(*weights.fp8("wq_a.weight", "wkv.weight"))
@@ -72,7 +74,7 @@ class Attention:
             cos,
             sin,
             quantize_output=True,
-            split_weights=True,
+            split_weights=self.split_weights,
             invariant=self.invariant,
         )
         if records is not None:

@@ -26,16 +26,25 @@ class PackedSource:
         source: checkpoint, real or dummy.
         prefix: put in front of every name.
         invariant: for the layers made of these weights: a row's result must not depend on the rest of the batch.
+        is_fast: they may round coarser than the model where that pays.
     """
 
     def __init__(
-        self, source: TensorSource, device: torch.device, prefix: str = "", *, invariant: bool = False
+        self,
+        source: TensorSource,
+        device: torch.device,
+        prefix: str = "",
+        *,
+        invariant: bool = False,
+        is_fast: bool = False,
     ) -> None:
-        self.source, self.device, self.prefix, self.invariant = source, device, prefix, invariant
+        self.source, self.device, self.prefix = source, device, prefix
+        self.invariant, self.is_fast = invariant, is_fast
 
     def child(self, prefix: str) -> PackedSource:
         """The same source with ``prefix.`` in front of every name."""
-        return PackedSource(self.source, self.device, f"{self.prefix}{prefix}.", invariant=self.invariant)
+        name = f"{self.prefix}{prefix}."
+        return PackedSource(self.source, self.device, name, invariant=self.invariant, is_fast=self.is_fast)
 
     def fp8(self, *names: str) -> Fp8Weight:
         """FP8 matrices that share an input, stacked by output row (each has a multiple of 32 of them)."""
