@@ -85,7 +85,7 @@ def test_logits_near_the_reference(path: Path) -> None:
 
 def test_trained_model_gives_the_same_answers() -> None:
     """The shipped model is sure of what it says, so roundings move no token of its answers."""
-    questions = ["What is 123 + 456?", "What is 907 + 85?", "What is 614 + 277?", "Copy: red fox, blue hen, old oak."]
+    questions = ["What is 123 + 456?", "What is 907 + 85?", "What is 614 + 277?", "What is 350 + 49?"]
     chats = [[{"role": "user", "content": question}] for question in questions]
     params = SamplingParams(temperature=0, max_tokens=24)
     texts = {}
