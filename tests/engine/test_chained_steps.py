@@ -30,7 +30,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chain(engine: Engine) -> Engine:
-    """Let an engine on the CPU chain its steps; ``engine.num_chained`` counts rows whose token the host did not know."""
+    """Let an engine on the CPU chain its steps; ``engine.num_chained`` counts rows whose token the host doesn't know."""
     runner, size = engine.runner, engine.model_config.text.engram_max_ngram_size
     tokens = DeviceTokens(runner.caches.geometry.num_slots, size, runner.device)
     runner.device_tokens = tokens
