@@ -90,7 +90,9 @@ def test_trained_model_gives_the_same_answers() -> None:
     params = SamplingParams(temperature=0, max_tokens=24)
     texts = {}
     for accelerator in ("cpu", "nvidia"):
-        with LLM(MODEL, accelerator=accelerator, num_speculative_tokens=0, max_model_len=512, max_num_seqs=4) as llm:
+        with LLM(
+            MODEL, accelerator=accelerator, num_speculative_tokens=0, max_model_len=512, max_num_seqs=4, num_blocks=64
+        ) as llm:
             texts[accelerator] = [output.outputs[0].text for output in llm.chat(chats, params)]
     assert all(texts["cpu"])
     assert texts["nvidia"] == texts["cpu"]
