@@ -119,13 +119,17 @@ class Slice:
             for store in (layer.window, layer.entries, layer.index_keys):
                 if store is not None:
                     fill(store)
+        self.ngrams = None
+        if self.runner.ngram_size:
+            self.ngrams = torch.randint(0, 100_000, (8192, self.runner.ngram_size), device="cuda", dtype=torch.int32)
         print(f"caches: {self.runner.caches.num_bytes / 1e9:.2f} GB", flush=True)
 
     def inputs(self, host: HostTable) -> tuple[Tensor, Tensor]:
         return self.runner.move(host.table), self.runner.move(host.block_tables)
 
     def forward(self, table: Tensor, tables: Tensor, keys_first: bool, host: HostTable | None = None) -> Any:
-        step = self.runner.step_of(table, tables, None, keys_first, None if host is None else host.spans)
+        ngrams = None if self.ngrams is None else self.ngrams[: table.shape[1]]
+        step = self.runner.step_of(table, tables, ngrams, keys_first, None if host is None else host.spans)
         return self.model.forward(step, self.runner.caches)
 
     def capture(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -239,7 +243,7 @@ def attempt(name: str, run: Callable[[], dict[str, Any]], results: list[dict[str
 
 
 def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+    return [int(part) for part in text.split(",") if int(part)]
 
 
 def main() -> None:
