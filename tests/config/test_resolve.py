@@ -158,7 +158,7 @@ REFUSED = [
     ({"max_model_len": 1}, ["max_model_len", "1"]),
     ({"num_blocks": 1}, ["num_blocks", "1"]),
     ({"block_tokens": 64}, ["block_tokens", "64", "128"]),
-    ({"numerics": "bf16"}, ["numerics", "bf16", "faithful, float32"]),
+    ({"numerics": "bf16"}, ["numerics", "bf16", "faithful, fast, float32"]),
     ({"load_format": "gguf"}, ["load_format", "gguf", "dummy"]),
     ({"accelerator": "tpu"}, ["accelerator", "tpu", "nvidia"]),
     ({"accelerator": "ascend"}, ["ascend", "not available, because"]),
