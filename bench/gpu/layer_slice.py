@@ -163,7 +163,8 @@ def measure_decode(subject: Slice, batch: int, context: int, rows_each: int, wan
     rows = batch * rows_each
     layer_us, floor_us = 1e3 * forward_ms / NUM_LAYERS, decode_floor_us(rows, context)
     record: dict[str, Any] = {
-        "batch": batch, "context": context, "rows_each": rows_each, "forward_ms": forward_ms, "step_ms": step_ms,
+        "batch": batch, "context": context, "rows_each": rows_each,
+        "rows_beside": subject.model.layers[0].feed_forward.max_rows_beside, "forward_ms": forward_ms, "step_ms": step_ms,
         "layer_us": layer_us, "floor_us": floor_us, "over_floor": layer_us / floor_us,
     }  # fmt: skip
     if rows_each == 1:
@@ -224,11 +225,17 @@ def set_rows_beside(subject: Slice, rows: int) -> None:
         layer.feed_forward.max_rows_beside = rows
 
 
-def attempt(name: str, run: Callable[[], dict[str, Any]], results: list[dict[str, Any]]) -> None:
+def attempt(subject: Slice, name: str, run: Callable[[], dict[str, Any]], results: list[dict[str, Any]]) -> None:
     """Run one measurement; a failure is reported and does not end the others."""
     try:
         record = run()
     except Exception as error:
+        if name.startswith("decode") and any(layer.feed_forward.max_rows_beside for layer in subject.model.layers):
+            print(f"{name}: failed with a side stream ({error!r}); again without", flush=True)
+            torch.cuda.synchronize()
+            set_rows_beside(subject, 0)
+            attempt(subject, name, run, results)
+            return
         tail = traceback.format_exc().strip().splitlines()[-4:]
         print(f"{name}: FAILED {error!r}\n  " + "\n  ".join(tail), flush=True)
         results.append({"name": name, "error": repr(error)})
@@ -255,7 +262,9 @@ def main() -> None:
     parser.add_argument("--prefill", type=numbers, default=[8192])
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--precisions", nargs="+", choices=("faithful", "fast"), default=["faithful", "fast"])
-    parser.add_argument("--one-stream", type=numbers, default=[1, 64, 256], help="batches also without a side stream")
+    parser.add_argument(
+        "--one-stream", type=numbers, default=[1, 8, 32, 64, 128, 256], help="batches also without a side stream"
+    )
     parser.add_argument("--drafts", type=int, default=0, help="also steps with so many draft rows per sequence")
     parser.add_argument("--engram", type=int, help="n-gram memory at one layer, rows per hash table")
     parser.add_argument("--num-blocks", type=int, default=40_000)
@@ -269,31 +278,36 @@ def main() -> None:
         for batch in args.batches:
             name = f"decode B={batch} context={context}"
             wants = batch in args.profiles and context == args.contexts[0]
-            attempt(name, lambda b=batch, c=context, w=wants: measure_decode(subject, b, c, 1, w), results)
+            attempt(subject, name, lambda b=batch, c=context, w=wants: measure_decode(subject, b, c, 1, w), results)
     for context in args.more_contexts:
         for batch in [number for number in (1, 64) if number in args.batches]:
             name = f"decode B={batch} context={context}"
-            attempt(name, lambda b=batch, c=context: measure_decode(subject, b, c, 1, False), results)
+            attempt(subject, name, lambda b=batch, c=context: measure_decode(subject, b, c, 1, False), results)
     for batch in [number for number in args.one_stream if number in args.batches]:
         rows, context = subject.model.layers[0].feed_forward.max_rows_beside, args.contexts[0]
         set_rows_beside(subject, 0)
-        attempt(f"one stream B={batch}", lambda b=batch, c=context: measure_decode(subject, b, c, 1, False), results)
+        attempt(
+            subject,
+            f"one stream B={batch}",
+            lambda b=batch, c=context: measure_decode(subject, b, c, 1, False),
+            results,
+        )
         set_rows_beside(subject, rows)
     if args.drafts:
         for batch in [number for number in (1, 64) if number in args.batches]:
             name = f"verify B={batch} drafts={args.drafts}"
-            attempt(name, lambda b=batch: measure_decode(subject, b, 1024, 1 + args.drafts, False), results)
+            attempt(subject, name, lambda b=batch: measure_decode(subject, b, 1024, 1 + args.drafts, False), results)
     for precision in args.precisions:
         set_precision(subject, precision)
         for tokens in args.prefill:
             name = f"prefill {tokens} {precision}"
             wants = tokens == args.prefill[0]
             run = lambda t=tokens, w=wants, p=precision: measure_prefill(subject, t, args.chunk, p, w)  # noqa: E731
-            attempt(name, run, results)
+            attempt(subject, name, run, results)
         if precision != args.precisions[0]:
             for batch in [number for number in (1, 64) if number in args.batches]:
                 name = f"decode B={batch} {precision}"
-                attempt(name, lambda b=batch: measure_decode(subject, b, 1024, 1, False), results)
+                attempt(subject, name, lambda b=batch: measure_decode(subject, b, 1024, 1, False), results)
     sizes = cache_sizes(config, "faithful")
     record = {
         "command": " ".join(["python", *sys.argv]),
