@@ -105,6 +105,27 @@ def profile(run: Callable[[], Any], repeats: int = 3) -> tuple[int, dict[str, tu
     return sum(count for count, _ in per_call.values()), per_call
 
 
+class Results(list[dict[str, Any]]):
+    """The measurements so far; every new one is written to the file, so that a run that is cut short keeps its results."""
+
+    def __init__(self, args: argparse.Namespace, config: ModelConfig, began: float) -> None:
+        super().__init__()
+        self._file, self._began = args.json, began
+        self._facts = {
+            "command": " ".join(["python", *sys.argv]),
+            "machine": {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__},
+            "precision": args.precisions[0],
+            "num_layers": NUM_LAYERS,
+            "cache_bytes_per_token": cache_sizes(config, "faithful").token_bytes,
+        }
+
+    def append(self, record: dict[str, Any]) -> None:
+        super().append(record)
+        if self._file is not None:
+            whole = {**self._facts, "seconds": time.monotonic() - self._began, "results": list(self)}
+            self._file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
 class Slice:
     """The slice with its caches, and a graph for each kind of step."""
 
@@ -164,7 +185,8 @@ def measure_decode(subject: Slice, batch: int, context: int, rows_each: int, wan
     layer_us, floor_us = 1e3 * forward_ms / NUM_LAYERS, decode_floor_us(rows, context)
     record: dict[str, Any] = {
         "batch": batch, "context": context, "rows_each": rows_each,
-        "rows_beside": subject.model.layers[0].feed_forward.max_rows_beside, "forward_ms": forward_ms, "step_ms": step_ms,
+        "rows_beside": subject.model.layers[0].feed_forward.max_rows_beside,
+        "forward_ms": forward_ms, "step_ms": step_ms,
         "layer_us": layer_us, "floor_us": floor_us, "over_floor": layer_us / floor_us,
     }  # fmt: skip
     if rows_each == 1:
@@ -273,7 +295,7 @@ def main() -> None:
     config = released_slice(engram_vocab_size=args.engram)
     began = time.monotonic()
     subject = Slice(config, args.precisions[0], args.num_blocks, max(args.batches) + 2)
-    results: list[dict[str, Any]] = []
+    results = Results(args, config, began)
     for context in args.contexts:
         for batch in args.batches:
             name = f"decode B={batch} context={context}"
@@ -308,18 +330,6 @@ def main() -> None:
             for batch in [number for number in (1, 64) if number in args.batches]:
                 name = f"decode B={batch} {precision}"
                 attempt(subject, name, lambda b=batch: measure_decode(subject, b, 1024, 1, False), results)
-    sizes = cache_sizes(config, "faithful")
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__},
-        "precision": args.precisions[0],
-        "num_layers": NUM_LAYERS,
-        "cache_bytes_per_token": sizes.token_bytes,
-        "seconds": time.monotonic() - began,
-        "results": results,
-    }
-    if args.json is not None:
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
