@@ -106,7 +106,7 @@ def profile(run: Callable[[], Any], repeats: int = 3) -> tuple[int, dict[str, tu
 
 
 class Results(list[dict[str, Any]]):
-    """The measurements so far; every new one is written to the file, so that a run that is cut short keeps its results."""
+    """The measurements so far. Every new one is written to the file, so a run that is cut short keeps its results."""
 
     def __init__(self, args: argparse.Namespace, config: ModelConfig, began: float) -> None:
         super().__init__()
@@ -247,17 +247,11 @@ def set_rows_beside(subject: Slice, rows: int) -> None:
         layer.feed_forward.max_rows_beside = rows
 
 
-def attempt(subject: Slice, name: str, run: Callable[[], dict[str, Any]], results: list[dict[str, Any]]) -> None:
+def attempt(name: str, run: Callable[[], dict[str, Any]], results: list[dict[str, Any]]) -> None:
     """Run one measurement; a failure is reported and does not end the others."""
     try:
         record = run()
     except Exception as error:
-        if name.startswith("decode") and any(layer.feed_forward.max_rows_beside for layer in subject.model.layers):
-            print(f"{name}: failed with a side stream ({error!r}); again without", flush=True)
-            torch.cuda.synchronize()
-            set_rows_beside(subject, 0)
-            attempt(subject, name, run, results)
-            return
         tail = traceback.format_exc().strip().splitlines()[-4:]
         print(f"{name}: FAILED {error!r}\n  " + "\n  ".join(tail), flush=True)
         results.append({"name": name, "error": repr(error)})
@@ -285,7 +279,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--precisions", nargs="+", choices=("faithful", "fast"), default=["faithful", "fast"])
     parser.add_argument(
-        "--one-stream", type=numbers, default=[1, 8, 32, 64, 128, 256], help="batches also without a side stream"
+        "--two-streams", type=numbers, default=[1, 64, 256], help="batches also with the shared expert on a side stream"
     )
     parser.add_argument("--drafts", type=int, default=0, help="also steps with so many draft rows per sequence")
     parser.add_argument("--engram", type=int, help="n-gram memory at one layer, rows per hash table")
@@ -300,17 +294,16 @@ def main() -> None:
         for batch in args.batches:
             name = f"decode B={batch} context={context}"
             wants = batch in args.profiles and context == args.contexts[0]
-            attempt(subject, name, lambda b=batch, c=context, w=wants: measure_decode(subject, b, c, 1, w), results)
+            attempt(name, lambda b=batch, c=context, w=wants: measure_decode(subject, b, c, 1, w), results)
     for context in args.more_contexts:
         for batch in [number for number in (1, 64) if number in args.batches]:
             name = f"decode B={batch} context={context}"
-            attempt(subject, name, lambda b=batch, c=context: measure_decode(subject, b, c, 1, False), results)
-    for batch in [number for number in args.one_stream if number in args.batches]:
+            attempt(name, lambda b=batch, c=context: measure_decode(subject, b, c, 1, False), results)
+    for batch in [number for number in args.two_streams if number in args.batches]:
         rows, context = subject.model.layers[0].feed_forward.max_rows_beside, args.contexts[0]
-        set_rows_beside(subject, 0)
+        set_rows_beside(subject, 256)
         attempt(
-            subject,
-            f"one stream B={batch}",
+            f"two streams B={batch}",
             lambda b=batch, c=context: measure_decode(subject, b, c, 1, False),
             results,
         )
@@ -318,18 +311,18 @@ def main() -> None:
     if args.drafts:
         for batch in [number for number in (1, 64) if number in args.batches]:
             name = f"verify B={batch} drafts={args.drafts}"
-            attempt(subject, name, lambda b=batch: measure_decode(subject, b, 1024, 1 + args.drafts, False), results)
+            attempt(name, lambda b=batch: measure_decode(subject, b, 1024, 1 + args.drafts, False), results)
     for precision in args.precisions:
         set_precision(subject, precision)
         for tokens in args.prefill:
             name = f"prefill {tokens} {precision}"
             wants = tokens == args.prefill[0]
             run = lambda t=tokens, w=wants, p=precision: measure_prefill(subject, t, args.chunk, p, w)  # noqa: E731
-            attempt(subject, name, run, results)
+            attempt(name, run, results)
         if precision != args.precisions[0]:
             for batch in [number for number in (1, 64) if number in args.batches]:
                 name = f"decode B={batch} {precision}"
-                attempt(subject, name, lambda b=batch: measure_decode(subject, b, 1024, 1, False), results)
+                attempt(name, lambda b=batch: measure_decode(subject, b, 1024, 1, False), results)
 
 
 if __name__ == "__main__":

@@ -37,12 +37,13 @@ def draw(record: dict[str, Any], file: Path) -> None:
         "goal": [point["target_layer_us"] for point in points],
     }
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    colours = {"floor": "C7", "this engine": "C0", "vLLM 0.33": "C1", "goal": "C2"}
     for name, values in series.items():
         style = "--" if name in ("floor", "goal") else "o-"
-        left.plot(batches, values, style, label=name)
+        left.plot(batches, values, style, label=name, color=colours[name])
         if name != "floor":
             above = [value - floor for value, floor in zip(values, series["floor"], strict=True)]
-            right.plot(batches, above, style, label=name)
+            right.plot(batches, above, style, label=name, color=colours[name])
     left.set(xscale="log", yscale="log", xlabel="sequences", ylabel="us per layer", title="decode, context 1,024")
     right.set(xscale="log", xlabel="sequences", ylabel="us per layer", title="above the floor")
     for axes in (left, right):

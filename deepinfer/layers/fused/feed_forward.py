@@ -18,8 +18,9 @@ from deepinfer.layers.fused.side_stream import side_stream
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
 
-MAX_ROWS_BESIDE = 256
-"""Steps of so many rows run the shared expert beside the routed ones."""
+MAX_ROWS_BESIDE = 0
+"""Steps of up to so many rows run the shared expert beside the routed ones, on a stream of its own. Not yet run on
+hardware, so it is off; ``bench/gpu/layer_slice.py --two-streams`` measures it."""
 
 
 class FeedForward:
