@@ -59,12 +59,14 @@ if ! .venv/bin/python -c "$torch_check" 2>/dev/null; then
     fi
 fi
 say "installing DeepInfer and its development tools"
-pip install --editable '.[dev]'
+extras=dev
+if [ "$accelerator" = nvidia ]; then extras=dev,nvidia; fi
+pip install --editable ".[$extras]"
 # Structured output uses the compiled part of this package only; its declared needs are whole frameworks for the rest.
 pip install --no-deps 'xgrammar>=0.2.9,<0.3'
 .venv/bin/python -c 'import deepinfer, torch; print(f"build.sh: ready, torch {torch.__version__}")'
 case "$accelerator" in
-    nvidia) say "note: this version has no GPU kernels yet; the engine runs on the CPU (DEEPINFER_ACCELERATOR=cpu)" ;;
+    nvidia) say "note: the engine takes the GPU when asked to: accelerator=\"nvidia\" or DEEPINFER_ACCELERATOR=nvidia" ;;
     ascend) say "note: this version has no Ascend backend yet, so torch_npu is not installed; the engine runs on the CPU" ;;
 esac
 printf '%s\n' "$stamp" >"$stamp_file"

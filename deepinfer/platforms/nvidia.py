@@ -1,4 +1,4 @@
-"""NVIDIA GPUs. So far with the reference operators only: the right numbers, slowly. There are no kernels yet."""
+"""NVIDIA GPUs: fused kernels for Hopper, the reference operators where these do not reach (see docs/nvidia.md)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepinfer.platforms import host_limits
 
 
 class NvidiaPlatform:
-    """Runs the engine on one GPU with the reference operators. Taken only when asked for by name."""
+    """Runs the engine on one GPU. Taken only when asked for by name, until all of it has been tried on hardware."""
 
     name = "nvidia"
     is_preview = True

@@ -47,7 +47,7 @@ def passed_over(chosen: Platform, known: tuple[Platform, ...] = PREFERENCE) -> d
             break
         reason = platform.unavailable_because()
         if reason is None and platform.is_preview:
-            reason = "it has no kernels yet: reference operators only, taken when asked for by name"
+            reason = "not all of it has been tried on hardware yet: taken when asked for by name"
         if reason is not None:
             reasons[platform.name] = reason
     return reasons
