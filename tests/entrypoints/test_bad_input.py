@@ -143,7 +143,7 @@ def _load(path: Path, **more) -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "said"),
     [
-        ("numerics", "fp16", "faithful, float32"),
+        ("numerics", "fp16", "faithful, fast, float32"),
         ("device", "tpu", "cpu, nvidia, ascend"),
         ("load_format", "gguf", "auto, dummy"),
         ("max_num_seqs", 0, "max_num_seqs"),
