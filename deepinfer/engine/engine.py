@@ -242,14 +242,18 @@ class Engine:
             if step is not None and not is_chained:
                 step = self.sample(step)
         except BaseException:
-            if previous is not None:
-                self.commit(previous)
-            self._abandon(plan)
+            try:
+                if previous is not None:
+                    self.commit(previous)
+            finally:
+                self._abandon(plan)
             raise
-        if step is not None and self.config.scheduler.pipeline_depth > 1:
+        if step is None:
+            return
+        if self.config.scheduler.pipeline_depth > 1 and step.error is None:
             self._previous = step
-        elif step is not None:
-            self.commit(step)
+        else:
+            self.commit(step)  # a failed one at once: nobody knows where its sequences stand, so no step may run them
 
     def drain(self) -> None:
         """Once nobody waits for anything, close the step that was launched ahead, so that its memory comes back."""
@@ -283,7 +287,9 @@ class Engine:
 
     def _chains(self, plan: StepPlan) -> bool:
         """Whether this step can be sampled before the one before it has been read."""
-        if self.config.scheduler.pipeline_depth == 1 or self.planner is not None or self._scoring or not plan.chunks:
+        if self.config.scheduler.pipeline_depth == 1 or self.planner is not None or not plan.chunks:
+            return False
+        if any(chunk.is_prefill and chunk.request_id in self._scoring for chunk in plan.chunks):
             return False
         return self.worker.can_chain(plan.chunks, self._owners(plan))
 
@@ -313,10 +319,14 @@ class Engine:
             return self._failed(step.plan, error)
 
     def _read(self, step: InFlight) -> InFlight:
+        """Wait for the tokens of a chained step. Whoever interrupts that ends the requests of the step."""
         try:
             return replace(step, tokens=self.worker.read(step.unread), is_chained=False, unread=None)
         except Exception as error:
             return self._failed(step.plan, error)
+        except BaseException:
+            self._abandon(step.plan)
+            raise
 
     def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
         # Everything of this step fails, nothing else does: caches of other requests are in other blocks.

@@ -90,3 +90,85 @@ def test_preempted_and_aborted(path: Path) -> None:
     assert any(output.finished for output in engine.step())
     assert run_crowd(engine, cases, seed=2) == expected
     engine.check()
+
+
+def _once(function: Any, error: BaseException, call: int) -> Any:
+    """``function``, whose call number ``call`` raises."""
+    calls = 0
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return function(*arguments, **named)
+
+    return run
+
+
+def _finish(engine: Engine, names: list[str]) -> list[tuple[int, ...]]:
+    """Run to the end. Returns the tokens of these requests."""
+    done = {}
+    for _ in range(200):
+        if not engine.has_work():
+            break
+        done.update({output.request_id: output for output in engine.step() if output.finished})
+    engine.check()
+    return [tuple(done[name].outputs[0].token_ids) for name in names]
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("where", ["read", "sample_unread", "launch"])
+def test_interrupted_while_tokens_are_awaited(path: Path, where: str, call: int) -> None:
+    """A second Ctrl-C lands where the host waits. Requests of that step end, and the engine goes on."""
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    prompts = [random_ids(6 + number, seed=number) for number in range(3)]
+    plain = make_engine(path, num_speculative_tokens=0, async_scheduling=False)
+    expected = _finish(plain, [plain.add_request(prompt, params) for prompt in prompts])
+    engine = chain(make_engine(path, num_speculative_tokens=0))
+    doomed = [engine.add_request(prompt, params) for prompt in prompts]
+    setattr(engine.worker, where, _once(getattr(engine.worker, where), KeyboardInterrupt(), call))
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(20):
+            engine.step()
+    assert all(engine.is_finished(name) for name in doomed)
+    engine.take_changes()
+    engine.drain()
+    engine.check()
+    assert _finish(engine, [engine.add_request(prompt, params) for prompt in prompts]) == expected
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("where", ["run", "sample"])
+def test_a_failed_step_spares_those_that_start_behind_it(path: Path, chained: bool, where: str) -> None:
+    """Sequences of a failed step know neither where they stand nor their newest token: no step may run them again."""
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    engine = make_engine(path, num_speculative_tokens=0)
+    good = engine.add_request(random_ids(9, seed=3), params)
+    expected = _finish(engine, [good])
+    engine = make_engine(path, num_speculative_tokens=0)
+    if chained:
+        engine = chain(engine)
+    owner, name = (engine.runner, "run") if where == "run" else (engine.worker, "sample_unread" if chained else "sample")
+    setattr(owner, name, _once(getattr(owner, name), RuntimeError("no memory"), 1))
+    bad = engine.add_request(random_ids(7, seed=4), params)
+    engine.run_step()
+    good = engine.add_request(random_ids(9, seed=3), params)
+    assert _finish(engine, [good, bad]) == [expected[0], ()]
+
+
+def test_a_scored_prompt_breaks_the_chain_only_while_it_is_computed(path: Path) -> None:
+    scored = SamplingParams(max_tokens=12, temperature=0, prompt_logprobs=1, ignore_eos=True)
+    plain = make_engine(path, num_speculative_tokens=0, async_scheduling=False)
+    name = plain.add_request(random_ids(40, seed=5), scored)
+    while not plain.is_finished(name):
+        plain.run_step()
+    engine = chain(make_engine(path, num_speculative_tokens=0, max_num_batched_tokens=16))
+    engine.add_request(random_ids(5), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
+    again = engine.add_request(random_ids(40, seed=5), scored)
+    while not engine.is_finished(again):
+        engine.run_step()
+    (expected,), found = plain.take_changes([name]), engine.take_changes([again])[0]
+    assert found.prompt_logprobs == expected.prompt_logprobs
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert engine.num_chained > 10  # type: ignore[attr-defined]
