@@ -134,3 +134,23 @@ def test_scheduler_and_cache_bookkeeping_load_without_torch():
     program += "sys.exit('torch was loaded' if 'torch' in sys.modules else 0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
+
+
+NEEDS_TRITON = ("kernels", "layers/fused", "models/fused", "sampling/device_choice", "worker/fused_runner")
+"""Beginnings of the files that only an engine on a GPU imports."""
+
+
+def test_triton_is_loaded_only_for_a_gpu():
+    """Triton is not on every machine: all but the GPU's own files load without it, the commands among them."""
+    inside = {file: file.relative_to(PACKAGE.parent).with_suffix("") for file in FILES}
+    names = [
+        ".".join(path.parts).removesuffix(".__init__")
+        for file, path in inside.items()
+        if not str(file.relative_to(PACKAGE)).startswith(NEEDS_TRITON) and path.stem != "__main__"
+    ]
+    program = "import importlib, sys\nsys.modules['triton'] = None  # importing it raises\nfailed = []\n"
+    program += f"for name in {names!r}:\n    try: importlib.import_module(name)\n"
+    program += "    except ImportError as error: failed.append(f'{name}: {error}')\n"
+    program += "sys.exit('\\n'.join(failed) or 0)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import attention_cuda, nvrtc
-from deepinfer.kernels.attention import sparse_attention
+from deepinfer.kernels import nvrtc
+from deepinfer.kernels.attention import sparse_attention_cuda
+from deepinfer.kernels.attention.sparse_attention import sparse_attention
 from deepinfer.ops import number_formats as nf
 from deepinfer.ops import rope
 from deepinfer.ops.attention import _attend
@@ -227,8 +228,8 @@ def check_time(rows: int, pool: Pool, entry_format: str, variants: list[dict[str
 
 def write_ablations(folder: Path) -> list[str]:
     """Sources with one stage changed, beside a copy of the kernel's; names of the files."""
-    text = (nvrtc.SOURCES / attention_cuda.SOURCE).read_text()
-    (folder / attention_cuda.SOURCE).write_text(text)
+    text = (nvrtc.SOURCES / sparse_attention_cuda.SOURCE).read_text()
+    (folder / sparse_attention_cuda.SOURCE).write_text(text)
     files = []
     for name, replacements in ABLATIONS.items():
         changed = text
@@ -242,9 +243,11 @@ def write_ablations(folder: Path) -> list[str]:
 
 def compile_all(ablations: list[str]) -> None:
     variants = [(fp4, splits, rest) for fp4, splits in ((1, 1), (1, 2), (1, 4), (1, 8), (0, 1)) for rest in (0, 1)]
-    defines = [attention_cuda.definitions(HEADS, ROPE, bool(f), s, bool(rest)) for f, s, rest in variants]
-    jobs = [(attention_cuda.SOURCE, d) for d in defines]
-    jobs += [(name, attention_cuda.definitions(HEADS, ROPE, True, s, True)) for name in ablations for s in (1, 8)]
+    defines = [sparse_attention_cuda.definitions(HEADS, ROPE, bool(f), s, bool(rest)) for f, s, rest in variants]
+    jobs = [(sparse_attention_cuda.SOURCE, d) for d in defines]
+    jobs += [
+        (name, sparse_attention_cuda.definitions(HEADS, ROPE, True, s, True)) for name in ablations for s in (1, 8)
+    ]
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(lambda job: nvrtc.compile_cubin(job[0], job[1], "sm_90a"), jobs))
 
@@ -256,17 +259,17 @@ def no_keys(batch: Batch) -> Batch:
 
 
 def check_ablations(pool: Pool, files: list[str]) -> None:
-    usual = attention_cuda.SOURCE
+    usual = sparse_attention_cuda.SOURCE
     for rows, splits in ((128, 1), (8, 8)):
         batches = [make_batch(rows, pool) for _ in range(max(2, min(64, 2048 // rows)))]
         empty = [no_keys(b) for b in batches]
         options = {"implementation": "cuda", "splits": splits, "split_weights": True}
         try:
             for source in (usual, *files):
-                attention_cuda.SOURCE = source
+                sparse_attention_cuda.SOURCE = source
                 report("TIME", f"rows={rows} splits={splits}", us=round(time_us(batches, **options), 2), kernel=source)
         finally:
-            attention_cuda.SOURCE = usual
+            sparse_attention_cuda.SOURCE = usual
         report("TIME", f"rows={rows} splits={splits}", us=round(time_us(empty, **options), 2), kernel="no keys")
 
 

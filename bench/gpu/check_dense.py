@@ -2,7 +2,7 @@
 
     python bench/gpu/check_dense.py [--json FILE] [--only few,many,bf16]
 
-By default it checks every kernel and times the plans of deepinfer/kernels/dense_plans.py. ``--only`` also takes
+By default it checks every kernel and times the plans of deepinfer/kernels/dense/plans.py. ``--only`` also takes
 ``search_ring``, ``search_few`` and ``search_many``, which try other configurations.
 
 Times are medians of 5 replays of a CUDA graph whose launches rotate over more weights than L2 holds, per launch. Each
@@ -32,7 +32,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from deepinfer.kernels import dense, dense_packing, dense_plans, dense_skinny, dense_wgmma, nvrtc
+from deepinfer.kernels import nvrtc
+from deepinfer.kernels.dense import packing, plans, skinny_cuda, wgmma_cuda
+from deepinfer.kernels.dense.linear import Bf16Linear, Fp8Linear, _cublas
 
 BYTES_PER_S, BF16_FLOPS = 4.2e12, 770e12
 ROTATION_BYTES = 240e6
@@ -57,8 +59,8 @@ COLD_US = {
     "down": 4.5,
 }
 BF16_SHAPES = {"compressor": (1024, 5120), "router": (384, 5120), "weights_proj": (32, 5120), "index wk": (128, 512)}
-G = dense_skinny.Geometry
-P = dense_skinny.Pipeline
+G = skinny_cuda.Geometry
+P = skinny_cuda.Pipeline
 results: list[dict] = []
 
 
@@ -113,17 +115,17 @@ def kernel_of(kind: str, packed: tuple, shape: tuple[int, int, int]):
     """A kernel that takes any number of rows: ``skinny``, ``ring`` or ``wgmma``; None where it refuses the shape."""
     n, k, groups = shape
     if kind == "wgmma":
-        accepted = dense_wgmma.WgmmaProduct.accepts((n, k), groups)
-        return dense_wgmma.WgmmaProduct(*packed, (n, k), groups) if accepted else None
+        accepted = wgmma_cuda.WgmmaProduct.accepts((n, k), groups)
+        return wgmma_cuda.WgmmaProduct(*packed, (n, k), groups) if accepted else None
     if kind == "skinny":
-        return dense_skinny.SkinnyProduct(*packed, (n, k), groups)
+        return skinny_cuda.SkinnyProduct(*packed, (n, k), groups)
     geometry, pipelines = ring_check(n, k, groups)
-    return dense_skinny.SkinnyProduct(*packed, (n, k), groups, geometry, pipelines)
+    return skinny_cuda.SkinnyProduct(*packed, (n, k), groups, geometry, pipelines)
 
 
-def ring_check(n: int, k: int, groups: int) -> tuple[dense_skinny.Geometry, tuple[dense_skinny.Pipeline, ...]]:
+def ring_check(n: int, k: int, groups: int) -> tuple[skinny_cuda.Geometry, tuple[skinny_cuda.Pipeline, ...]]:
     blocks, chunks = -(-n // 32), -(-k // 64)
-    geometries = dense_skinny.equal_shares(blocks, chunks, blocks // groups)
+    geometries = skinny_cuda.equal_shares(blocks, chunks, blocks // groups)
     geometry = geometries[0] if geometries else G(1, 2, 1)
     return geometry, tuple(P(tiles, 3, 1, ring=True, early=tiles == 2) for tiles in (1, 2, 4))
 
@@ -134,7 +136,7 @@ def check(name: str, n: int, k: int, groups: int, all_rows: tuple[int, ...], kin
 
     for integers in (True, False):
         codes, scales = random_fp8(n, k, integers)
-        linear = dense.Fp8Linear(codes, scales, groups=groups)
+        linear = Fp8Linear(codes, scales, groups=groups)
         assert linear._packed is not None
         kernel = linear if kind == "default" else kernel_of(kind, linear._packed, (n, k, groups))
         if kernel is None:
@@ -212,7 +214,7 @@ def packed_copies(n: int, k: int, fp8: bool = True) -> list[tuple[Tensor, Tensor
     for _ in range(count):
         if fp8:
             packed = torch.randint(0, 256, (blocks, chunks, 2048), device="cuda", dtype=torch.uint8)
-            scales = dense_packing.pack_scales(
+            scales = packing.pack_scales(
                 torch.randint(114, 124, (blocks, 2 * chunks), device="cuda", dtype=torch.uint8)
             )
             copies.append((packed, scales))
@@ -231,7 +233,7 @@ def times(all_rows: tuple[int, ...]) -> None:
     sums: dict[int, dict[str, float]] = {}
     for name, (n, k, groups) in SHAPES.items():
         copies = packed_copies(n, k)
-        linears = [linear_of(copy, n, k, groups, dense_plans.plan(n, k, groups)) for copy in copies]
+        linears = [linear_of(copy, n, k, groups, plans.plan(n, k, groups)) for copy in copies]
         early = [linear_of(copy, n, k, groups, early_plan(n, k, groups)) for copy in copies]
         for rows in all_rows:
             x = random_x(rows, groups * k, False)
@@ -239,7 +241,7 @@ def times(all_rows: tuple[int, ...]) -> None:
             paths: dict[str, Callable] = {}
             product = linears[0]._product(rows)
             if product is not None:
-                kind = "few" if isinstance(product, dense_skinny.SkinnyProduct) else "wgmma"
+                kind = "few" if isinstance(product, skinny_cuda.SkinnyProduct) else "wgmma"
                 paths["plain"] = lambda i, x=x, outs=outs: linears[i](x, outs[i % 2])  # noqa: B023
                 paths["overlapped"] = lambda i, x=x, outs=outs: linears[i](x, outs[i % 2], overlap=True)  # noqa: B023
                 if kind == "few":
@@ -275,7 +277,7 @@ def active_clusters() -> None:
     for size in (1, 2, 3, 4, 6, 8):
         geometry, pipeline = G(1, 4, size), P(1, 8, 1, ring=True)
         packed = torch.zeros(1, 64, 1, device="cuda")
-        product = dense_skinny.SkinnyProduct(packed, packed, (32, 4096), 1, geometry, (pipeline,))
+        product = skinny_cuda.SkinnyProduct(packed, packed, (32, 4096), 1, geometry, (pipeline,))
         shared = 200 * 1024
         defines = product.defines(pipeline, False, False)
         kernel = nvrtc.load_kernel("dense_skinny.cu", "dense_skinny", defines, packed.device, shared_bytes=shared)
@@ -291,33 +293,31 @@ def active_clusters() -> None:
     results.append({"active_clusters": found})
 
 
-def linear_of(packed: tuple, n: int, k: int, groups: int, plan: tuple[dense_plans.Step, ...]) -> dense.Fp8Linear:
+def linear_of(packed: tuple, n: int, k: int, groups: int, plan: tuple[plans.Step, ...]) -> Fp8Linear:
     """An operator over weights that are packed already."""
-    linear = dense.Fp8Linear.__new__(dense.Fp8Linear)
+    linear = Fp8Linear.__new__(Fp8Linear)
     linear.num_outputs, linear.num_inputs, linear.groups, linear._stored = n, k, groups, None
     linear._use_packed(*packed, plan)
     return linear
 
 
-def early_plan(n: int, k: int, groups: int) -> tuple[dense_plans.Step, ...]:
+def early_plan(n: int, k: int, groups: int) -> tuple[plans.Step, ...]:
     """The plan with the other moment at which the few-row kernel lets the next kernel start."""
-    steps: list[dense_plans.Step] = []
-    for step in dense_plans.plan(n, k, groups):
-        if isinstance(step, dense_plans.Few):
+    steps: list[plans.Step] = []
+    for step in plans.plan(n, k, groups):
+        if isinstance(step, plans.Few):
             pipelines = tuple(dataclasses.replace(p, early=not p.early) for p in step.pipelines)
             step = dataclasses.replace(step, pipelines=pipelines)
         steps.append(step)
     return tuple(steps)
 
 
-def ring_candidates(
-    n: int, k: int, groups: int, rows: int
-) -> list[tuple[dense_skinny.Geometry, dense_skinny.Pipeline]]:
+def ring_candidates(n: int, k: int, groups: int, rows: int) -> list[tuple[skinny_cuda.Geometry, skinny_cuda.Pipeline]]:
     """Geometries with equal shares for one or two CTAs per SM, and rings of several sizes."""
     found, row_tiles = [], 1 if rows <= 8 else 2 if rows <= 16 else 4
     chunks, blocks = -(-k // 64), n // 32
     for per_sm in (1, 2):
-        geometries = dense_skinny.equal_shares(blocks, chunks, blocks // groups, 132 * per_sm)
+        geometries = skinny_cuda.equal_shares(blocks, chunks, blocks // groups, 132 * per_sm)
         shares = [g.row_warps * -(-chunks // g.cluster) for g in geometries]
         kept = [g for g, share in zip(geometries, shares, strict=True) if share <= 1.16 * shares[0]][:4]
         for base in kept:
@@ -331,7 +331,7 @@ def ring_candidates(
                     pipeline = P(row_tiles, depth, per_sm, ring=True, early=True)
                     packed = torch.empty(blocks, chunks, 1)
                     try:
-                        product = dense_skinny.SkinnyProduct(packed, packed, (n, k), groups, g, (pipeline,))
+                        product = skinny_cuda.SkinnyProduct(packed, packed, (n, k), groups, g, (pipeline,))
                     except AssertionError:
                         continue
                     if (product.shared_bytes(pipeline) + 1280) * per_sm <= 227 * 1024:
@@ -349,13 +349,13 @@ def search_ring() -> None:
 
 def search_ring_shape(name: str, n: int, k: int, groups: int) -> None:
     copies = packed_copies(n, k)
-    by_geometry: dict[dense_skinny.Geometry, dict[int, float]] = {}
+    by_geometry: dict[skinny_cuda.Geometry, dict[int, float]] = {}
     for rows in RING_ROWS:
         x, out = random_x(rows, groups * k, False), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
 
-        def measure(g: dense_skinny.Geometry, p: dense_skinny.Pipeline, overlap: bool) -> float:
+        def measure(g: skinny_cuda.Geometry, p: skinny_cuda.Pipeline, overlap: bool) -> float:
             try:
-                products = [dense_skinny.SkinnyProduct(*copy, (n, k), groups, g, (p,)) for copy in copies]
+                products = [skinny_cuda.SkinnyProduct(*copy, (n, k), groups, g, (p,)) for copy in copies]
                 count = len(products)
                 return time_us(lambda i: products[i % count](x, out, False, overlap), 2 * count)  # noqa: B023
             except nvrtc.KernelError as error:
@@ -382,7 +382,7 @@ def search_ring_shape(name: str, n: int, k: int, groups: int) -> None:
         print(f"    common {total:6.2f} wm {g.row_warps} wk {g.k_warps} cluster {g.cluster} | {shown}", flush=True)
 
 
-def candidates(n: int, k: int, groups: int) -> list[dense_skinny.Geometry]:
+def candidates(n: int, k: int, groups: int) -> list[skinny_cuda.Geometry]:
     """Geometries worth a try: 100 to 1400 CTAs, two to ten chunks per warp and pass."""
     found = []
     chunks, blocks = -(-k // 64), n // 32
@@ -396,7 +396,7 @@ def candidates(n: int, k: int, groups: int) -> list[dense_skinny.Geometry]:
     return found
 
 
-def ctas_for(geometry: dense_skinny.Geometry, registers: int) -> int:
+def ctas_for(geometry: skinny_cuda.Geometry, registers: int) -> int:
     return max(1, min(2048 // geometry.threads, 65536 // (registers * geometry.threads)))
 
 
@@ -410,9 +410,9 @@ def search_shape(name: str, n: int, k: int, groups: int, rows_list: tuple[int, .
     for rows in rows_list:
         x, out = random_x(rows, groups * k, False), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
 
-        def measure(geometry: dense_skinny.Geometry, pipeline: dense_skinny.Pipeline, overlap: bool = False) -> float:
+        def measure(geometry: skinny_cuda.Geometry, pipeline: skinny_cuda.Pipeline, overlap: bool = False) -> float:
             try:
-                products = [dense_skinny.SkinnyProduct(*copy, (n, k), groups, geometry, (pipeline,)) for copy in copies]
+                products = [skinny_cuda.SkinnyProduct(*copy, (n, k), groups, geometry, (pipeline,)) for copy in copies]
                 num = len(products) * 2
                 return time_us(lambda i: products[i % len(products)](x, out, False, overlap), num)  # noqa: B023
             except (nvrtc.KernelError, AssertionError):
@@ -425,12 +425,12 @@ def search_shape(name: str, n: int, k: int, groups: int, rows_list: tuple[int, .
         table.sort(key=lambda entry: entry[0])
         best = table[0]
         pipelines = [P(best[2].row_tiles, d, ctas_for(best[1], r), hint) for d, r, hint in search_steps(rows)]
-        product = dense_skinny.SkinnyProduct(*copies[0], (n, k), groups, best[1], pipelines)
+        product = skinny_cuda.SkinnyProduct(*copies[0], (n, k), groups, best[1], pipelines)
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(compile_one, [("dense_skinny", product.defines(p, False, False)) for p in pipelines]))
         tuned = [(measure(best[1], pipeline), best[1], pipeline) for pipeline in pipelines]
         overlapped = measure(best[1], best[2], True)
-        default = dense_skinny.choose_geometry(n // 32, -(-k // 64), n // 32 // groups, 24)
+        default = skinny_cuda.choose_geometry(n // 32, -(-k // 64), n // 32 // groups, 24)
         at_default = [t for t, g, _ in table if g == default]
         print(f"search {name} rows {rows}: default {default} {at_default} best overlapped {overlapped:.2f}")
         for t, g, p in table[:5] + sorted(tuned, key=lambda entry: entry[0])[:4]:
@@ -441,7 +441,7 @@ def search_shape(name: str, n: int, k: int, groups: int, rows_list: tuple[int, .
             results.append({"search": name, "rows": rows, "us": t, "geometry": str(g), "pipeline": str(p)})
 
 
-def search_pipeline(geometry: dense_skinny.Geometry, rows: int) -> dense_skinny.Pipeline:
+def search_pipeline(geometry: skinny_cuda.Geometry, rows: int) -> skinny_cuda.Pipeline:
     tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
     return P(tiles, 4 if tiles < 4 else 3, ctas_for(geometry, 128 if tiles < 4 else 168))
 
@@ -455,7 +455,7 @@ def bf16_times() -> None:
     for name, (n, k) in BF16_SHAPES.items():
         for dtype in (torch.bfloat16, torch.float32):
             weight = torch.randint(-8, 9, (n, k), device="cuda").bfloat16()
-            linear = dense.Bf16Linear(weight)
+            linear = Bf16Linear(weight)
             bad = []
             for rows in (1, 5, 16, 31, 64):
                 x = random_x(rows, k, True)
@@ -465,7 +465,7 @@ def bf16_times() -> None:
             report(f"bf16 {name} {str(dtype)[6:]}", not bad, str(bad[:4]) if bad else "")
         copies = packed_copies(n, k, fp8=False)
         plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in copies]
-        products = [dense_skinny.SkinnyProduct(packed, None, (n, k)) for packed, _ in copies]
+        products = [skinny_cuda.SkinnyProduct(packed, None, (n, k)) for packed, _ in copies]
         for rows in (1, 8, 16, 32, 64):
             x, out = random_x(rows, k, False), torch.empty(rows, n, dtype=torch.float32, device="cuda")
             num = 2 * len(copies)
@@ -473,15 +473,15 @@ def bf16_times() -> None:
                 "bf16": name, "rows": rows, "floor_us": floor_us(n, k, 1, rows, 2),
                 "ours": time_us(lambda i: products[i % len(products)](x, out, False, False), num),  # noqa: B023
                 "overlap": time_us(lambda i: products[i % len(products)](x, out, False, True), num),  # noqa: B023
-                "cublas": time_us(lambda i: dense._cublas(x, plain[i % len(plain)], out), num),  # noqa: B023
+                "cublas": time_us(lambda i: _cublas(x, plain[i % len(plain)], out), num),  # noqa: B023
             }  # fmt: skip
             results.append(row)
             print("bf16 " + "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v}" for k, v in row.items()))
 
 
-def wgmma_tiles(rows: int) -> list[dense_wgmma.Tile]:
+def wgmma_tiles(rows: int) -> list[wgmma_cuda.Tile]:
     """Tiles worth a try for a number of rows."""
-    T = dense_wgmma.Tile  # noqa: N806
+    T = wgmma_cuda.Tile  # noqa: N806
     return {
         1: [T(16, 2, 1, 8, 2), T(16, 2, 1, 5, 4), T(16, 2, 2, 5, 2)],
         16: [T(16, 2, 1, 8, 2), T(16, 2, 1, 5, 4), T(16, 2, 2, 5, 2)],
@@ -509,7 +509,7 @@ def search_many() -> None:
             for cluster in wgmma_clusters(n, k):
                 for tile in wgmma_tiles(rows):
                     try:
-                        products = [dense_wgmma.WgmmaProduct(*c, (n, k), groups, cluster, (tile,)) for c in copies]
+                        products = [wgmma_cuda.WgmmaProduct(*c, (n, k), groups, cluster, (tile,)) for c in copies]
                         if not products[0].tiles:
                             continue
                         us = time_us(
@@ -521,7 +521,7 @@ def search_many() -> None:
                     table.append((us, cluster, tile))
                     results.append({"search": name, "rows": rows, "us": us, "cluster": cluster, "tile": str(tile)})
             table.sort(key=lambda entry: entry[0])
-            default = dense_wgmma.choose_cluster(n, -(-k // 64))
+            default = wgmma_cuda.choose_cluster(n, -(-k // 64))
             print(
                 f"search wgmma {name} rows {rows}: default cluster {default}, floor {floor_us(n, k, groups, rows):.2f}"
             )
@@ -545,39 +545,39 @@ def compile_ahead(parts: set[str]) -> None:
     jobs: list[tuple[str, dict[str, int]]] = []
     every, plain = ((False, False), (False, True), (True, False)), ((False, False),)
 
-    def few(shape: tuple, geometry: dense_skinny.Geometry | None, pipelines: tuple, outputs: tuple) -> None:
+    def few(shape: tuple, geometry: skinny_cuda.Geometry | None, pipelines: tuple, outputs: tuple) -> None:
         n, k, groups, fp8 = shape
         packed = torch.empty(-(-n // 32), -(-k // (64 if fp8 else 32)), 1)
-        product = dense_skinny.SkinnyProduct(packed, packed if fp8 else None, (n, k), groups, geometry, pipelines)
+        product = skinny_cuda.SkinnyProduct(packed, packed if fp8 else None, (n, k), groups, geometry, pipelines)
         for p in product.pipelines:
             jobs.extend(("dense_skinny", product.defines(p, *output)) for output in outputs)
 
     def many(shape: tuple, cluster: int | None, tiles: tuple, outputs: tuple) -> None:
         n, k, groups = shape
         packed = torch.empty(-(-n // 32), -(-k // 64), 1)
-        if dense_wgmma.WgmmaProduct.accepts((n, k), groups):
-            product = dense_wgmma.WgmmaProduct(packed, packed, (n, k), groups, cluster, tiles)
+        if wgmma_cuda.WgmmaProduct.accepts((n, k), groups):
+            product = wgmma_cuda.WgmmaProduct(packed, packed, (n, k), groups, cluster, tiles)
             for t in product.tiles:
                 jobs.extend(("dense_wgmma", product.defines(t, *output)) for output in outputs)
 
-    def planned(shape: tuple, plan: tuple[dense_plans.Step, ...], outputs: tuple) -> None:
+    def planned(shape: tuple, plan: tuple[plans.Step, ...], outputs: tuple) -> None:
         for step in plan:
-            if isinstance(step, dense_plans.Few):
+            if isinstance(step, plans.Few):
                 few((*shape, True), step.geometry, step.pipelines, outputs)
             else:
                 many(shape, step.cluster, step.tiles, outputs)
 
     if "few" in parts:
         for shape in CHECKED.values():
-            few((*shape, True), None, dense_skinny.PIPELINES, every)
+            few((*shape, True), None, skinny_cuda.PIPELINES, every)
             few((*shape, True), *ring_check(*shape), every)
     if "many" in parts:
         for shape in CHECKED.values():
-            many(shape, None, dense_wgmma.TILES, every)
-            planned(shape, dense_plans.plan(*shape), every)
+            many(shape, None, wgmma_cuda.TILES, every)
+            planned(shape, plans.plan(*shape), every)
     if "times" in parts:
         for shape in SHAPES.values():
-            planned(shape, dense_plans.plan(*shape), plain)
+            planned(shape, plans.plan(*shape), plain)
             planned(shape, early_plan(*shape), plain)
     if "search_ring" in parts:
         for shape in SHAPES.values():
@@ -596,7 +596,7 @@ def compile_ahead(parts: set[str]) -> None:
                     many(shape, cluster, tuple(wgmma_tiles(rows)), plain)
     if "bf16" in parts:
         for n, k in BF16_SHAPES.values():
-            few((n, k, 1, False), None, dense_skinny.PIPELINES, (plain[0], (True, False)))
+            few((n, k, 1, False), None, skinny_cuda.PIPELINES, (plain[0], (True, False)))
     unique = list({(name, *sorted(job.items())): (name, job) for name, job in jobs}.values())
     start = time.perf_counter()
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:

@@ -28,8 +28,9 @@ from deepinfer.checkpoint.device_dummy import DeviceDummyCheckpoint
 from deepinfer.checkpoint.device_loader import DeviceLoader, copy_table
 from deepinfer.checkpoint.released_slice import ENGRAM_LAYER, released_slice
 from deepinfer.config.engram_hashing import engram_multipliers, engram_primes
-from deepinfer.kernels.engram import NgramHash, engram_gate, engram_gather, engram_row_numbers
-from deepinfer.kernels.engram_placement import (
+from deepinfer.kernels.engram.gate import engram_gate
+from deepinfer.kernels.engram.gather import NgramHash, engram_gather, engram_row_numbers
+from deepinfer.kernels.engram.placement import (
     DeviceTable,
     EngramPlacement,
     HostTable,

@@ -23,20 +23,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from deepinfer.kernels.hyper_connection import (
-    ExpertOutputs,
-    Mixes,
-    Shape,
-    SplitSums,
-    Tile,
-    Update,
-    collapse_head,
-    hc_finish,
-    hc_write_read,
-    new_mixes,
-)
-from deepinfer.kernels.hyper_connection_cuda import choose_shape
-from deepinfer.kernels.query_key import query_key, store_ring
+from deepinfer.kernels.attention.query_key import query_key, store_ring
+from deepinfer.kernels.hyper_connection.finish import collapse_head, hc_finish
+from deepinfer.kernels.hyper_connection.launches_cuda import Shape, choose_shape
+from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Mixes, SplitSums, Tile, Update, new_mixes
+from deepinfer.kernels.hyper_connection.write_read import hc_write_read
 from deepinfer.kernels.step_tables import step_tables
 from deepinfer.layers.caches import BLOCK_TOKENS, CacheGeometry
 from deepinfer.layers.fused.device_rows import RowExpander

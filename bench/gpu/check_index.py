@@ -23,12 +23,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from deepinfer.kernels import index_scores_cuda, topk_cuda
 from deepinfer.kernels.compressor import publish_entries, publish_index_keys
-from deepinfer.kernels.index_query import index_query
-from deepinfer.kernels.index_scores import score_chunks, score_rows
-from deepinfer.kernels.index_select import IndexView, index_candidates, index_full
-from deepinfer.kernels.topk import select_blocks, select_entries
+from deepinfer.kernels.indexer import scores_cuda, topk_cuda
+from deepinfer.kernels.indexer.query import index_query
+from deepinfer.kernels.indexer.scores import score_chunks, score_rows
+from deepinfer.kernels.indexer.selection import IndexView, index_candidates, index_full
+from deepinfer.kernels.indexer.topk import select_blocks, select_entries
 from deepinfer.ops import index_select as reference
 from deepinfer.ops.compress import pool_pairs
 from deepinfer.ops.norm import rms_norm
@@ -237,13 +237,13 @@ def check_scores() -> None:
 
 
 def check_cuda_scores(scored: Callable[..., Tensor], triton_keys: Tensor) -> None:
-    keys = scored(index_scores_cuda.score_rows)
+    keys = scored(scores_cuda.score_rows)
     if not is_warming:
         difference = (keys.int() - triton_keys.int()).abs()
         share, larger = (difference > 0).double().mean().item(), (difference > 1).double().mean().item()
         report("cuda scores against triton", share < 0.01 and larger < 2e-3, f"share {share:.1e}, more {larger:.1e}")
     for ctas in (1, 33, 500):
-        same(f"cuda rows {ctas} CTAs", scored(index_scores_cuda.score_rows, num_ctas=ctas), keys)
+        same(f"cuda rows {ctas} CTAs", scored(scores_cuda.score_rows, num_ctas=ctas), keys)
 
 
 def same(name: str, got: Tensor, expected: Tensor) -> None:
@@ -401,10 +401,7 @@ def decode_time(keys: Tensor, context: int, rows: int) -> None:
     operands = (sequence, visible, scores, TOPK, PER_BLOCK)
     for ctas in (264, 132):
         us = timed(
-            [
-                lambda t=t, c=ctas: index_scores_cuda.score_rows(query, weights, keys, t, *operands, num_ctas=c)
-                for t in tables
-            ]
+            [lambda t=t, c=ctas: scores_cuda.score_rows(query, weights, keys, t, *operands, num_ctas=c) for t in tables]
         )
         timing(f"score_rows {name} [cuda {ctas}]", us, floor)
     for geometry in ROW_GEOMETRIES if rows in (1, 64, 256) else ():

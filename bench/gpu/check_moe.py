@@ -22,14 +22,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from deepinfer.kernels import moe_humming, route_cuda
-from deepinfer.kernels import router as router_module
-from deepinfer.kernels.expert_blocks import ExpertBlocks, order_pairs
-from deepinfer.kernels.expert_inputs import quantize_activation
-from deepinfer.kernels.expert_sum import sum_experts
-from deepinfer.kernels.moe import ExpertInput, PackedExperts, build_experts
-from deepinfer.kernels.router import Router, Routing
-from deepinfer.kernels.swiglu import swiglu_quantized, swiglu_rounded
+from deepinfer.kernels.moe import experts_humming, router_cuda
+from deepinfer.kernels.moe import router as router_module
+from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, order_pairs
+from deepinfer.kernels.moe.expert_inputs import quantize_activation
+from deepinfer.kernels.moe.expert_sum import sum_experts
+from deepinfer.kernels.moe.experts import ExpertInput, PackedExperts, build_experts
+from deepinfer.kernels.moe.router import Router, Routing
+from deepinfer.kernels.moe.swiglu import swiglu_quantized, swiglu_rounded
 from deepinfer.ops.moe import route
 from deepinfer.ops.number_formats import q4u_decode, q8_round
 
@@ -198,9 +198,9 @@ def check_router() -> None:
     for rows in (1, 8, 64, 256):
         x = whole[:rows]
         for tiles in sorted({t for t in (1, 4, 8) if rows > 32 or t == 1}):
-            actions = [lambda g=g, x=x, t=tiles: route_cuda.logits(x, g, row_tiles=t) for g in gates]
+            actions = [lambda g=g, x=x, t=tiles: router_cuda.logits(x, g, row_tiles=t) for g in gates]
             timed(f"router logits rows {rows} tiles {tiles}", actions, floor)
-        partial = route_cuda.logits(x, gates[0])
+        partial = router_cuda.logits(x, gates[0])
         experts = torch.empty(rows, TOP, dtype=torch.int32, device=DEVICE)
         weights = torch.empty(rows, TOP, device=DEVICE)
         blocks = order_pairs(experts.zero_(), EXPERTS, 8)
@@ -209,7 +209,7 @@ def check_router() -> None:
         ways |= {"order, 1 CTA": (blocks.buffers, 8, 1)} if rows <= 8 else {}
         for name, (buffers, block, cluster) in ways.items():
             actions = [
-                lambda p=partial, q=parts, b=buffers, n=block, c=cluster: route_cuda.select(p, *q, b, n, cluster=c)
+                lambda p=partial, q=parts, b=buffers, n=block, c=cluster: router_cuda.select(p, *q, b, n, cluster=c)
             ] * 24
             timed(f"router selection rows {rows} {name}", actions, 1.0)
     before = router_module.CLUSTER_ROWS
@@ -278,8 +278,8 @@ class Released:
         say(f"{type(engine).__name__}: repacked in {time.time() - begin:.1f} s, peak above the weights {peak:.2f} GB")
         self.engine = engine
 
-    def library(self) -> moe_humming.HummingExperts:
-        assert isinstance(self.engine, moe_humming.HummingExperts)
+    def library(self) -> experts_humming.HummingExperts:
+        assert isinstance(self.engine, experts_humming.HummingExperts)
         return self.engine
 
 
@@ -441,7 +441,7 @@ def check_prefill(released: Released) -> None:
 
 
 SEARCH = [
-    moe_humming.Tile(*tile)  # block N, block K, warp N, stages, CTAs per SM, stream-K
+    experts_humming.Tile(*tile)  # block N, block K, warp N, stages, CTAs per SM, stream-K
     for tile in (
         (128, 256, 32, 4, 2, True), (128, 128, 32, 4, 2, False), (128, 128, 32, 6, 3, False),
         (64, 256, 16, 4, 4, False), (64, 128, 16, 6, 4, False), (64, 256, 16, 4, 3, True),
@@ -486,7 +486,7 @@ def check_search(released: Released) -> None:
             found = []
             for rows, inputs, out, orders, floor in cases:
                 pairs = rows * TOP
-                part._tuned = {(pairs, False, False): moe_humming._Tuned(8, compute, json.dumps(tuning))}
+                part._tuned = {(pairs, False, False): experts_humming._Tuned(8, compute, json.dumps(tuning))}
 
                 def launch(b, part=part, top=top, inputs=inputs, out=out, pairs=pairs):
                     order = {"sorted_ids": b.ordered, "expert_ids": b.block_expert, "num_tokens_padded": b.num_ordered}

@@ -24,8 +24,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from deepinfer.kernels.gumbel import pack_gumbel_table
-from deepinfer.kernels.sampling import SamplingRows, SamplingWorkspace, sample
+from deepinfer.kernels.sampling.gumbel import pack_gumbel_table
+from deepinfer.kernels.sampling.sampler import SamplingRows, SamplingWorkspace, sample
 from deepinfer.sampling.batch import SamplingBatch
 from deepinfer.sampling.gumbel_table import gumbel_table
 from deepinfer.sampling.params import SamplingParams

@@ -10,15 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.fp4_bits import (
-    e2m1_code,
-    e2m1_exponent,
-    e4m3_code,
-    e4m3_exponent,
-    e4m3_value,
-    power_of_two,
-    round_bf16,
-)
+from deepinfer.kernels.formats.e2m1 import e2m1_code, e2m1_exponent
+from deepinfer.kernels.formats.e4m3 import e4m3_nearest_code, e4m3_value, q8_exponent
+from deepinfer.kernels.formats.float32 import power_of_two, round_bf16
 
 
 @triton.jit
@@ -145,7 +139,7 @@ def _group_max(first, second, PAIRS: tl.constexpr, SIZE: tl.constexpr):
 def _store_fp4_record(record_ptr, first, second, pairs, width, PAIRS: tl.constexpr):
     """``Q4e``: e2m1 codes, even column in the low nibble, then one e4m3 scale per 16 columns."""
     first, second, largest = _group_max(first, second, PAIRS, 8)
-    scale_code = e4m3_code(tl.div_rn(tl.maximum(largest, 0.01171875), 6.0))  # at least 6 * 2**-9
+    scale_code = e4m3_nearest_code(tl.div_rn(tl.maximum(largest, 0.01171875), 6.0))  # at least 6 * 2**-9
     inverse = tl.div_rn(1.0, e4m3_value(scale_code))
     packed = e2m1_code(first * inverse) | (e2m1_code(second * inverse) << 4)
     tl.store(record_ptr + pairs, tl.reshape(packed, [PAIRS]).to(tl.uint8), pairs < width // 2)
@@ -158,11 +152,11 @@ def _store_fp4_record(record_ptr, first, second, pairs, width, PAIRS: tl.constex
 def _store_fp8_record(record_ptr, first, second, pairs, width, PAIRS: tl.constexpr):
     """``Q8``: e4m3 codes, then one power-of-two scale byte per 32 columns."""
     first, second, largest = _group_max(first, second, PAIRS, 16)
-    exponent = e4m3_exponent(largest)
+    exponent = q8_exponent(largest)
     inverse = power_of_two(-exponent)
     inside = pairs < width // 2
-    tl.store(record_ptr + 2 * pairs, tl.reshape(e4m3_code(first * inverse), [PAIRS]).to(tl.uint8), inside)
-    tl.store(record_ptr + 2 * pairs + 1, tl.reshape(e4m3_code(second * inverse), [PAIRS]).to(tl.uint8), inside)
+    tl.store(record_ptr + 2 * pairs, tl.reshape(e4m3_nearest_code(first * inverse), [PAIRS]).to(tl.uint8), inside)
+    tl.store(record_ptr + 2 * pairs + 1, tl.reshape(e4m3_nearest_code(second * inverse), [PAIRS]).to(tl.uint8), inside)
     group = tl.arange(0, PAIRS // 16)
     scales = tl.reshape(exponent + 127, [PAIRS // 16]).to(tl.uint8)
     tl.store(record_ptr + width + group, scales, group < width // 32)

@@ -158,6 +158,7 @@ def tensor_map(x: Tensor, box_rows: int, box_columns: int) -> TensorMap:
     return _tensor_map(x.data_ptr(), rows, columns, stride * 2, box_rows, box_columns)
 
 
+@functools.cache
 def is_available(device: torch.device) -> bool:
     """Whether kernels can be compiled for and run on ``device``: a Hopper GPU, the driver and NVRTC."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
@@ -166,6 +167,17 @@ def is_available(device: torch.device) -> bool:
         return _driver() is not None and _nvrtc() is not None
     except (OSError, KernelError):
         return False
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """Address for a kernel's argument; 0 for an absent tensor."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU: how many CTAs run at once, times those that fit in each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def load_kernel(

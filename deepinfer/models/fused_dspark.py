@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepinfer.config.layer_plan import IndexMode, LayerPlan
-from deepinfer.kernels.dense import Bf16Linear, Fp8Linear
-from deepinfer.kernels.dense_triton import q8_round_
-from deepinfer.kernels.query_key import key_records, norm_rounded
+from deepinfer.kernels.attention.query_key import key_records, norm_rounded
+from deepinfer.kernels.dense.linear import Bf16Linear, Fp8Linear
+from deepinfer.kernels.dense.linear_triton import q8_round_
 from deepinfer.layers.caches import ModelCaches
 from deepinfer.layers.fused.device_rows import DeviceRows
 from deepinfer.layers.fused.residual import flush

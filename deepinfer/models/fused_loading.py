@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deepinfer.checkpoint.device_loader import DeviceLoader, copy_table
 from deepinfer.config.model import ModelConfig, TextConfig
-from deepinfer.kernels.engram_placement import DeviceTable, EngramPlacement, MappedTable, PinnedTable, pinned_bytes
-from deepinfer.kernels.moe import PackedExperts, RoutedExperts, build_experts
+from deepinfer.kernels.engram.placement import DeviceTable, EngramPlacement, MappedTable, PinnedTable, pinned_bytes
+from deepinfer.kernels.moe.experts import PackedExperts, RoutedExperts, build_experts
 from deepinfer.layers.fused.engram import ngram_hash
 from deepinfer.layers.fused.weights import PackedSource
 from deepinfer.models.fused_dspark import FusedDSpark

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from deepinfer.config.layer_plan import LayerPlan
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.dense import Bf16Linear
-from deepinfer.kernels.engram_placement import EngramPlacement
-from deepinfer.kernels.hyper_connection import collapse_head
-from deepinfer.kernels.moe import RoutedExperts
+from deepinfer.kernels.dense.linear import Bf16Linear
+from deepinfer.kernels.engram.placement import EngramPlacement
+from deepinfer.kernels.hyper_connection.finish import collapse_head
+from deepinfer.kernels.moe.experts import RoutedExperts
 from deepinfer.layers.caches import LayerCaches, ModelCaches
 from deepinfer.layers.fused.attention import Attention
 from deepinfer.layers.fused.engram import Engram

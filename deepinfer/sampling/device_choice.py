@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.gumbel import pack_gumbel_table
-from deepinfer.kernels.sampling import SamplingRows, SamplingWorkspace, sample
+from deepinfer.kernels.sampling.gumbel import pack_gumbel_table
+from deepinfer.kernels.sampling.sampler import SamplingRows, SamplingWorkspace, sample
 from deepinfer.sampling.batch import SamplingBatch
 from deepinfer.sampling.edits import GrammarMask
 from deepinfer.sampling.gumbel_table import gumbel_table

@@ -35,7 +35,7 @@ class GumbelVerifier:
 
 
 def _accept_on_device(sampled: SamplerOutput, drafts: Drafts, num_rows: Tensor) -> Verified:
-    from deepinfer.kernels.verification import accept_prefix  # the kernels are there where a GPU is
+    from deepinfer.kernels.sampling.verification import accept_prefix  # the kernels are there where a GPU is
 
     found = accept_prefix(sampled.token_ids, sampled.is_bad, drafts.token_ids.contiguous(), num_rows)
     return Verified(

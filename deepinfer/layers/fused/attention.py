@@ -8,9 +8,9 @@ from torch import Tensor
 
 from deepinfer.config.layer_plan import LayerPlan
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.attention import sparse_attention
-from deepinfer.kernels.dense import Fp8Linear, GroupedFp8Linear
-from deepinfer.kernels.query_key import query_key, store_ring
+from deepinfer.kernels.attention.query_key import query_key, store_ring
+from deepinfer.kernels.attention.sparse_attention import sparse_attention
+from deepinfer.kernels.dense.linear import Fp8Linear, GroupedFp8Linear
 from deepinfer.layers.caches import LayerCaches
 from deepinfer.layers.fused.compressor import Compressor
 from deepinfer.layers.fused.indexer import Indexer

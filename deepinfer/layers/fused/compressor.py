@@ -8,7 +8,7 @@ from torch import Tensor
 from deepinfer.config.layer_plan import LayerPlan
 from deepinfer.config.model import TextConfig
 from deepinfer.kernels.compressor import publish_entries, publish_index_keys
-from deepinfer.kernels.dense import Bf16Linear
+from deepinfer.kernels.dense.linear import Bf16Linear
 from deepinfer.layers.caches import LayerCaches
 from deepinfer.layers.fused.device_rows import DeviceRows
 from deepinfer.layers.fused.weights import PackedSource

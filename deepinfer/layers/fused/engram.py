@@ -9,9 +9,10 @@ from torch import Tensor
 
 from deepinfer.config.engram_hashing import engram_multipliers, engram_primes
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.dense import Fp8Linear
-from deepinfer.kernels.engram import NgramHash, engram_gate
-from deepinfer.kernels.engram_placement import EngramPlacement
+from deepinfer.kernels.dense.linear import Fp8Linear
+from deepinfer.kernels.engram.gate import engram_gate
+from deepinfer.kernels.engram.gather import NgramHash
+from deepinfer.kernels.engram.placement import EngramPlacement
 from deepinfer.layers.fused.residual import Residual
 from deepinfer.layers.fused.weights import PackedSource
 

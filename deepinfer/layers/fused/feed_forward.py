@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.dense import Fp8Linear
-from deepinfer.kernels.expert_sum import sum_experts
-from deepinfer.kernels.hyper_connection import ExpertOutputs, Update
-from deepinfer.kernels.moe import ExpertInput, RoutedExperts
-from deepinfer.kernels.router import Router
-from deepinfer.kernels.swiglu import swiglu_rounded
+from deepinfer.kernels.dense.linear import Fp8Linear
+from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Update
+from deepinfer.kernels.moe.expert_sum import sum_experts
+from deepinfer.kernels.moe.experts import ExpertInput, RoutedExperts
+from deepinfer.kernels.moe.router import Router
+from deepinfer.kernels.moe.swiglu import swiglu_rounded
 from deepinfer.layers.fused.residual import SublayerInput
 from deepinfer.layers.fused.side_stream import side_stream
 from deepinfer.layers.fused.step import FusedStep

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from deepinfer.config.layer_plan import IndexMode, LayerPlan
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.dense import Bf16Linear
-from deepinfer.kernels.index_query import index_query
-from deepinfer.kernels.index_select import IndexView, index_candidates, index_full
+from deepinfer.kernels.dense.linear import Bf16Linear
+from deepinfer.kernels.indexer.query import index_query
+from deepinfer.kernels.indexer.selection import IndexView, index_candidates, index_full
 from deepinfer.layers.fused.device_rows import DeviceRows, DeviceStream
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource

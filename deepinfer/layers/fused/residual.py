@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.hyper_connection import Mixes, Update, hc_finish, hc_write_read
+from deepinfer.kernels.hyper_connection.finish import hc_finish
+from deepinfer.kernels.hyper_connection.parts import Mixes, Update
+from deepinfer.kernels.hyper_connection.write_read import hc_write_read
 from deepinfer.layers.fused.weights import PackedSource
 
 

@@ -1,0 +1,61 @@
+"""Launch of ``cuda/attention.cu``: sparse attention on Hopper's tensor cores for 512 channels and at most 64 heads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvrtc
+
+SOURCE = "attention.cu"
+_TILE_BYTES = 64 * 512 * 2
+_WEIGHT_BYTES = 64 * 64 * 2
+_RAW_BYTES = 16 * 1024
+_SMALL_BYTES = 1024
+_THREADS = 384
+MAX_SPLITS = 8
+
+
+@functools.cache
+def accepts(heads: int, head_dim: int, rope_width: int, device: torch.device) -> bool:
+    """Whether the kernel covers the model's widths and runs on ``device``."""
+    return head_dim == 512 and heads <= 64 and rope_width % 8 == 0 and rope_width <= 256 and nvrtc.is_available(device)
+
+
+def launch(
+    q: Tensor,
+    step_records: Tensor,
+    ring: Tensor,
+    window_index: Tensor,
+    entries: Tensor,
+    entry_slots: Tensor,
+    fp4: bool,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    quantize_output: bool,
+    out: Tensor,
+    splits: int,
+    split_weights: bool,
+) -> None:
+    """Arguments as :func:`.sparse_attention_triton.launch`; ``splits`` is 1, 2, 4 or 8."""
+    rows, heads, _ = q.shape
+    if rows == 0:
+        return
+    assert (q.stride(0) % 8, q.data_ptr() % 16) == (0, 0), f"rows of q are not aligned to 16 bytes: {q.stride()}"
+    defines = definitions(heads, 2 * cos.shape[1], fp4, splits, split_weights)
+    assert out.data_ptr() % 16 == 0, "the output is not aligned to 16 bytes"
+    shared_bytes = 3 * _TILE_BYTES + (1 + split_weights) * _WEIGHT_BYTES + _RAW_BYTES + _SMALL_BYTES
+    kernel = nvrtc.load_kernel(SOURCE, "sparse_attention", defines, q.device, shared_bytes=shared_bytes)
+    ctas = min(rows, nvrtc.num_multiprocessors(q.device)) if splits == 1 else rows * splits
+    arguments: list[Any] = [q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, out]
+    arguments += [rows, q.stride(0), window_index.shape[1], entry_slots.shape[1], int(quantize_output)]
+    kernel.launch((ctas, 1, 1), _THREADS, arguments, shared_bytes=shared_bytes, cluster=splits)
+
+
+def definitions(heads: int, rope_width: int, fp4: bool, splits: int, split_weights: bool) -> dict[str, int]:
+    """Compile-time constants of a variant, for :func:`deepinfer.kernels.nvrtc.compile_cubin` ahead of time too."""
+    return {"H": heads, "ROPE": rope_width, "FP4": int(fp4), "SPLITS": splits, "SPLIT_WEIGHTS": int(split_weights)}

@@ -1,0 +1,270 @@
+"""Products with stored weights on the GPU: FP8 (spec 0.2 ``FP8LIN``) and bf16 (``BF16LIN``), chosen by rows.
+
+Meaning: :func:`deepinfer.ops.linear.linear` and ``grouped_linear`` for inputs that Q8 has rounded already. FP8 weights
+times powers of two and rounded activations are exact in bf16, so every path multiplies exact values on bf16 tensor
+cores, sums in float32 and rounds once.
+
+- few rows: reads the packed weights once, activations in registers and shared memory (``dense_skinny.cu``);
+- tens to hundreds: decodes the weights on the way into ``wgmma`` (``dense_wgmma.cu``);
+- more: FP8 weights are widened into a scratch matrix and multiplied by cuBLAS;
+- other devices and the interpreter: Triton.
+
+:mod:`deepinfer.kernels.dense.plans` has the limits between them. Within one of its steps, and in Triton, a row's
+result does not depend on the other rows, nor on their number; between steps the order of summation may change. cuBLAS
+may choose its order by the number of rows. With ``invariant`` the path is the same for every number of rows: ``wgmma``
+where it takes the shape, the few-row kernel (in passes) elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvrtc
+from deepinfer.kernels.dense import linear_triton, packing, plans
+from deepinfer.kernels.dense.skinny_cuda import Geometry, SkinnyProduct
+from deepinfer.kernels.dense.wgmma_cuda import WgmmaProduct
+
+MAX_FEW_ROWS, MAX_FEW_ROWS_LARGE = 32, 16
+"""Up to here the few-row kernel serves bf16 weights, up to 8 MB and larger; measured against cuBLAS: at 32 rows 10.4 to
+8.5 us for [1024, 5120], 5.9 to 7.9 us for [384, 5120]."""
+
+
+def stack_fp8(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Codes and scales of matrices that share an input, one below the other (each with a multiple of 32 rows)."""
+    assert all(codes.shape[0] % 32 == 0 for codes, _ in parts), "a tile would straddle two matrices"
+    return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
+
+
+class Fp8Linear:
+    """An FP8 weight on the device, ready to multiply.
+
+    Args:
+        codes: ``[N, K]`` uint8 (or float8_e4m3fn) on the target device. With ``groups`` the rows of each group follow
+            each other, and group ``g`` multiplies the ``g``-th part of the input.
+        scales: ``[ceil(N / 32), ceil(K / 32)]`` uint8, one ue8m0 byte per 32x32 tile.
+        groups: 1, or the output groups of ``wo_a``; ``N / groups`` is a multiple of 32.
+        plan: kernels by number of rows, default by shape.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        *,
+        groups: int = 1,
+        plan: Sequence[plans.Step] | None = None,
+    ) -> None:
+        self.num_outputs, self.num_inputs = codes.shape
+        self.groups = groups
+        assert groups == 1 or self.num_outputs % (32 * groups) == 0, (codes.shape, groups)
+        codes, scales = codes.view(torch.uint8).contiguous(), scales.view(torch.uint8).contiguous()
+        self._packed: tuple[Tensor, Tensor] | None = None
+        self._stored: tuple[Tensor, Tensor] | None = None
+        if nvrtc.is_available(codes.device) and int(scales.max()) <= packing.MAX_SCALE_BYTE:
+            self._use_packed(packing.pack_fp8(codes), packing.pack_scales(scales), plan)
+            torch.cuda.synchronize(codes.device)  # overlapped launches read the weights without waiting for anything
+        else:
+            self._stored = codes, scales
+
+    def _use_packed(self, packed: Tensor, words: Tensor, plan: Sequence[plans.Step] | None) -> None:
+        self._packed = packed, words
+        shape = self.num_outputs, self.num_inputs
+        steps = plans.plan(*shape, self.groups) if plan is None else plan
+        self._steps: list[tuple[int, SkinnyProduct | WgmmaProduct]] = []
+        takes_wgmma = WgmmaProduct.accepts(shape, self.groups)
+        clusters = [step.cluster for step in steps if isinstance(step, plans.Many)]
+        for step in steps:
+            if isinstance(step, plans.Few):
+                few = SkinnyProduct(packed, words, shape, self.groups, step.geometry, step.pipelines)
+                self._steps.append((step.max_rows, few))
+            elif takes_wgmma:
+                many = WgmmaProduct(packed, words, shape, self.groups, step.cluster, step.tiles)
+                self._steps.append((step.max_rows, many))
+        self._invariant: SkinnyProduct | WgmmaProduct
+        if takes_wgmma:
+            self._invariant = WgmmaProduct(packed, words, shape, self.groups, clusters[0] if clusters else None)
+        else:
+            self._invariant = SkinnyProduct(packed, words, shape, self.groups)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the weight holds."""
+        tensors = self._stored or self._packed or ()
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def forward(
+        self,
+        xq: Tensor,
+        out: Tensor | None = None,
+        *,
+        quantize_output: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        invariant: bool = False,
+        overlap: bool = False,
+    ) -> Tensor:
+        """``xq @ weight.T``, rounded once.
+
+        Args:
+            xq: bf16 ``[rows, K]``, or ``[rows, groups, K]`` (also flat); rows may be strided (a multiple of 8), aligned
+                to 16 bytes.
+            out: ``[rows, N]`` contiguous, optional; its dtype wins over ``dtype``.
+            quantize_output: round the bf16 result by Q8 in groups of 32 along N; bf16 values.
+            dtype: bf16 or float32.
+            invariant: the same order of summation for every number of rows.
+            overlap: programmatic dependent launch: the weight loads begin before the preceding kernel has ended. By
+                the rule in :mod:`deepinfer.kernels.nvrtc` that is safe after any kernel that did not make the weights.
+        """
+        rows = xq.shape[0]
+        x = xq.flatten(1) if xq.dim() > 2 else xq
+        assert x.shape[1] == self.groups * self.num_inputs, (x.shape, self.groups, self.num_inputs)
+        if out is None:
+            out = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
+        if rows == 0:
+            return out
+        if self._stored is not None:
+            linear_triton.product(x, *self._stored, out, self.groups, quantize_output)
+            return out
+        if invariant:
+            self._invariant(x, out, quantize_output, overlap)
+        elif (product := self._product(rows)) is not None:
+            product(x, out, quantize_output, overlap)
+        else:
+            self._many_rows(x, out, quantize_output)
+        return out
+
+    __call__ = forward
+
+    def _product(self, rows: int) -> SkinnyProduct | WgmmaProduct | None:
+        """The kernel that reads packed weights, None for widening."""
+        return next((product for max_rows, product in self._steps if rows <= max_rows), None)
+
+    def _many_rows(self, x: Tensor, out: Tensor, quantize_output: bool) -> None:
+        wide = self.widen()
+        group_n = self.num_outputs // self.groups
+        for group in range(self.groups):
+            part = slice(group * group_n, (group + 1) * group_n)
+            columns = slice(group * self.num_inputs, (group + 1) * self.num_inputs)
+            _cublas(x[:, columns], wide[part], out[:, part])
+        if quantize_output:
+            linear_triton.q8_round_(out)
+
+    def widen(self) -> Tensor:
+        """The exact weight as a new bf16 ``[N, K]``."""
+        if self._stored is not None:
+            return _widen_stored(*self._stored)
+        assert self._packed is not None
+        packed, words = self._packed
+        num_blocks = packed.shape[0] * packed.shape[1]
+        wide = torch.empty(32 * packed.shape[0], self.num_inputs, dtype=torch.bfloat16, device=packed.device)
+        kernel = nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", {"K": self.num_inputs}, packed.device)
+        kernel.launch((-(-num_blocks // 4), 1, 1), 128, (packed, words, wide, num_blocks))
+        return wide[: self.num_outputs]
+
+    def prepare(self, *, quantize_output: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Compile and load what :meth:`forward` may launch, ahead of graph capture."""
+        if self._packed is None:
+            return
+        for product in (self._invariant, *(product for _, product in self._steps)):
+            product.prepare(dtype == torch.float32, quantize_output)
+        nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", {"K": self.num_inputs}, self._packed[0].device)
+
+
+class GroupedFp8Linear(Fp8Linear):
+    """One FP8 product per output group (spec 4.8, ``wo_a``): ``[rows, groups, K]`` to ``[rows, groups * n]``.
+
+    Args:
+        codes: ``[groups * n, K]`` as stored.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        groups: int,
+        *,
+        plan: Sequence[plans.Step] | None = None,
+    ) -> None:
+        super().__init__(codes, scales, groups=groups, plan=plan)
+
+
+class Bf16Linear:
+    """A bf16 weight on the device. cuBLAS for many rows; for few, where it is slow on small weights, our kernel.
+
+    Args:
+        weight: ``[N, K]`` bf16; kept as it is (a view stays a view).
+        skinny: keep a packed copy for the few-row kernel; default where the weight is below 32 MB.
+    """
+
+    def __init__(self, weight: Tensor, *, skinny: bool | None = None, geometry: Geometry | None = None) -> None:
+        self.num_outputs, self.num_inputs = weight.shape
+        self.weight = weight
+        self._skinny: SkinnyProduct | None = None
+        self._max_few_rows = MAX_FEW_ROWS if weight.numel() * 2 <= 8 * 2**20 else MAX_FEW_ROWS_LARGE
+        if skinny is None:
+            skinny = weight.numel() * 2 < 32 * 2**20
+        if skinny and nvrtc.is_available(weight.device) and weight.shape[1] % 8 == 0:
+            packed = packing.pack_bf16(weight)
+            self._skinny = SkinnyProduct(packed, None, (self.num_outputs, self.num_inputs), geometry=geometry)
+            torch.cuda.synchronize(weight.device)  # see Fp8Linear
+
+    def forward(
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        invariant: bool = False,
+        overlap: bool = False,
+    ) -> Tensor:
+        """``x @ weight.T`` for bf16 ``[rows, K]``, summed in float32; arguments as :meth:`Fp8Linear.forward`.
+
+        ``invariant`` holds where the few-row kernel exists; cuBLAS chooses its own order by shape.
+        """
+        rows = x.shape[0]
+        if out is None:
+            out = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
+        if rows == 0:
+            return out
+        if self._skinny is not None and (rows <= self._max_few_rows or invariant):
+            self._skinny(x, out, False, overlap)
+        elif x.is_cuda:
+            _cublas(x, self.weight, out)
+        else:
+            linear_triton.product(x, self.weight, None, out)
+        return out
+
+    __call__ = forward
+
+
+def _cublas(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """``out = x @ weight.T`` with one rounding: cuBLAS must not add partial sums in bf16."""
+    with _full_precision_reduction():
+        if out.dtype == torch.float32:
+            torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(x, weight.t(), out=out)
+
+
+class _full_precision_reduction:  # noqa: N801
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = self._before
+
+
+@functools.cache
+def _e4m3_values(device: torch.device) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(torch.bfloat16)
+
+
+def _widen_stored(codes: Tensor, scales: Tensor) -> Tensor:
+    rows, columns = codes.shape
+    factors = torch.exp2(scales.to(torch.float32) - 127).to(torch.bfloat16)
+    factors = factors.repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
+    return _e4m3_values(codes.device)[codes.int()] * factors

@@ -1,0 +1,120 @@
+"""Launcher of ``dense_wgmma.cu``: products of FP8 weights with tens to hundreds of activation rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvrtc
+
+_MAX_SHARED_BYTES = 227 * 1024
+_NUM_SMS = 132
+ROW_TILE = 128
+"""Weight rows of the smallest CTA."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Size and pipeline of a CTA. May differ by the number of rows without changing a result."""
+
+    rows: int
+    """Activation rows: 16, 32, 64, 128 or 256."""
+    warpgroups: int
+    fragments: int
+    """Tiles of 64 weight rows per warpgroup."""
+    stages: int
+    min_ctas: int
+
+    @property
+    def weight_rows(self) -> int:
+        return 64 * self.warpgroups * self.fragments
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups + (128 if self.fragments * self.rows >= 256 else 32)
+
+
+TILES = (
+    Tile(16, 2, 1, 8, 2),
+    Tile(32, 2, 1, 8, 2),
+    Tile(64, 2, 1, 6, 2),
+    Tile(128, 2, 1, 8, 1),
+    Tile(256, 2, 1, 5, 1),
+)
+
+
+def choose_cluster(num_outputs: int, chunks: int) -> int:
+    """CTAs along the columns: enough to give nearly every SM one. Depends on the shape alone."""
+    tiles = -(-num_outputs // ROW_TILE)
+    cluster = 1
+    while cluster < 8 and tiles * cluster < 0.9 * _NUM_SMS and chunks >= 4 * (cluster + 1):
+        cluster += 1
+    return cluster
+
+
+class WgmmaProduct:
+    """The kernel for one packed FP8 weight.
+
+    Args:
+        packed, scales: of :mod:`deepinfer.kernels.dense.packing`.
+        shape: rows and columns of the weight that exist.
+        cluster: CTAs along the columns, default by shape; fixes the order of summation.
+        tiles: by rising number of rows.
+    """
+
+    def __init__(
+        self,
+        packed: Tensor,
+        scales: Tensor,
+        shape: tuple[int, int],
+        groups: int = 1,
+        cluster: int | None = None,
+        tiles: Sequence[Tile] = TILES,
+    ) -> None:
+        self.packed, self.scales, self.groups = packed, scales, groups
+        self.rows_out, self.columns = shape
+        self.cluster = cluster or choose_cluster(self.rows_out, packed.shape[1])
+        self.tiles = [tile for tile in tiles if self.shared_bytes(tile) <= _MAX_SHARED_BYTES]
+
+    @staticmethod
+    def accepts(shape: tuple[int, int], groups: int) -> bool:
+        """Whether the shape suits: vectors of outputs, and no CTA across two groups."""
+        return shape[0] % 4 == 0 and (groups == 1 or shape[0] // groups % ROW_TILE == 0)
+
+    def shared_bytes(self, tile: Tile) -> int:
+        max_chunks = -(-self.packed.shape[1] // self.cluster)
+        ring = tile.stages * (tile.rows * 128 + tile.weight_rows * 64) + tile.weight_rows // 32 * max_chunks * 4
+        return 1024 + max(ring, tile.rows * (tile.weight_rows + 4) * 4)
+
+    def defines(self, tile: Tile, float32: bool, quantize: bool) -> dict[str, int]:
+        """Compile-time constants of ``dense_wgmma.cu``."""
+        padded = 32 * self.packed.shape[0]
+        return {
+            "N": padded, "OUT_N": self.rows_out, "K": self.columns, "GROUP_N": padded // self.groups,
+            "WGS": tile.warpgroups, "MF": tile.fragments, "NB": tile.rows, "CLUSTER": self.cluster,
+            "STAGES": tile.stages, "MIN_CTAS": tile.min_ctas,
+            "OUT_F32": int(float32), "QUANTIZE": int(quantize),
+        }  # fmt: skip
+
+    def kernel(self, tile: Tile, float32: bool, quantize: bool) -> nvrtc.Kernel:
+        defines, shared = self.defines(tile, float32, quantize), self.shared_bytes(tile)
+        return nvrtc.load_kernel("dense_wgmma.cu", "dense_wgmma", defines, self.packed.device, shared_bytes=shared)
+
+    def prepare(self, float32: bool, quantize: bool) -> None:
+        """Compile and load what a call may launch."""
+        for tile in self.tiles:
+            self.kernel(tile, float32, quantize)
+
+    def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool) -> None:
+        rows = x.shape[0]
+        tile = next((t for t in self.tiles if rows <= t.rows), self.tiles[-1])
+        weight_tiles = -(-32 * self.packed.shape[0] // tile.weight_rows)
+        grid = (weight_tiles * self.cluster, -(-rows // tile.rows), 1)
+        x_map = nvrtc.tensor_map(x, tile.rows, 64)
+        self.kernel(tile, out.dtype == torch.float32, quantize).launch(
+            grid, tile.threads, (self.packed, self.scales, x_map, out, rows),
+            shared_bytes=self.shared_bytes(tile), cluster=self.cluster, overlap=overlap,
+        )  # fmt: skip

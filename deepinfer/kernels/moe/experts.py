@@ -1,0 +1,167 @@
+"""The routed experts of one layer on the GPU: their packed weights and the choice of who multiplies."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deepinfer.checkpoint.stored import StoredTensor
+from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, order_pairs
+from deepinfer.kernels.moe.expert_inputs import round_activation
+from deepinfer.kernels.moe.experts_triton import grouped_product
+from deepinfer.kernels.moe.router import Routing
+from deepinfer.kernels.moe.swiglu import swiglu_rounded
+
+Precision = Literal["faithful", "fast"]
+"""``faithful``: activations rounded by Q8 as the model says. ``fast``: a scale per row where prefill gains from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """One matrix of every expert, as the checkpoint packs it."""
+
+    codes: Tensor
+    """uint8 ``[experts, N, K / 2]``: two e2m1 codes per byte, the even column in the low nibble."""
+    scales: Tensor
+    """uint8 ``[experts, N, K / 32]``: ue8m0."""
+
+    @classmethod
+    def empty(cls, num_experts: int, n: int, k: int, device: torch.device) -> PackedExperts:
+        codes = torch.empty(num_experts, n, k // 2, dtype=torch.uint8, device=device)
+        return cls(codes, torch.empty(num_experts, n, k // 32, dtype=torch.uint8, device=device))
+
+    def put(self, expert: int, row: int, tensor: StoredTensor) -> None:
+        """Copy one stored FP4 matrix to the rows of ``expert`` from ``row`` on."""
+        assert tensor.scale is not None, tensor.name
+        stop = row + tensor.shape[0]
+        self.codes[expert, row:stop].copy_(tensor.data, non_blocking=True)
+        self.scales[expert, row:stop].copy_(tensor.scale.view(torch.uint8), non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertInput:
+    """The experts' normed input. Codes and scales save a launch where :attr:`RoutedExperts.wants_codes`."""
+
+    x: Tensor
+    """bf16 ``[rows, hidden]``, not rounded by Q8 (the ``fast`` products round it in their own way)."""
+    codes: Tensor | None = None
+    """uint8 ``[rows, hidden]``: e4m3 codes of Q8."""
+    scales: Tensor | None = None
+    """``[rows, hidden / 32]``: Q8's scales, as float32 or as ue8m0 bytes (uint8, one launch more)."""
+    rounded: Tensor | None = None
+    """bf16 ``[rows, hidden]``: x rounded by Q8; saves a launch where codes are not wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOutput:
+    """What the routed experts return, before the sum over a row's experts."""
+
+    values: Tensor
+    """bf16 ``[pairs, hidden]``, each rounded; pairs of expert -1 are 0 where ``place`` is None."""
+    place: Tensor | None
+    """int32 ``[pairs]``: the row of ``values`` of each pair, -1 for none; None if rows stand in the pairs' order."""
+    shared_inner: Tensor | None = None
+    """bf16 ``[rows, width]``: the shared expert's rounded activation, where its gate and up were given."""
+
+
+class RoutedExperts(abc.ABC):
+    """The routed experts of one layer."""
+
+    wants_codes: bool = False
+    """Whether the input is best given as codes and scales."""
+
+    def __init__(self, num_experts: int, hidden: int, width: int, num_selected: int, limit: float) -> None:
+        self.num_experts, self.hidden, self.width = num_experts, hidden, width
+        self.num_selected, self.limit = num_selected, limit
+
+    @abc.abstractmethod
+    def block_of(self, rows: int) -> int:
+        """Pairs per block in which the router should order a step of ``rows`` rows; 0 for no order."""
+
+    @abc.abstractmethod
+    def forward(self, inputs: ExpertInput, routing: Routing, shared_gate_up: Tensor | None = None) -> ExpertOutput:
+        """Every pair's expert output. ``routing`` comes from the router with ``block_of(rows)``, or without blocks.
+
+        Args:
+            shared_gate_up: float32 ``[rows, 2 * width]`` of the shared expert: its activation is made along the way.
+        """
+
+    def _shared(self, gate_up: Tensor | None) -> Tensor | None:
+        return None if gate_up is None else swiglu_rounded(gate_up, self.limit)
+
+    def _blocks(self, routing: Routing, block: int) -> ExpertBlocks:
+        if routing.blocks is not None and routing.blocks.block == block:
+            return routing.blocks
+        return order_pairs(routing.experts, self.num_experts, block)
+
+
+class TritonExperts(RoutedExperts):
+    """Products by :mod:`.experts_triton`: exact, any width, the weights as they are stored."""
+
+    def __init__(self, gate_up: PackedExperts, down: PackedExperts, num_selected: int, limit: float) -> None:
+        num_experts, hidden = down.codes.shape[:2]
+        super().__init__(num_experts, hidden, down.codes.shape[2] * 2, num_selected, limit)
+        self.gate_up, self.down = gate_up, down
+
+    def block_of(self, rows: int) -> int:
+        return 16 if rows * self.num_selected <= 16 * self.num_experts else 64
+
+    def forward(self, inputs: ExpertInput, routing: Routing, shared_gate_up: Tensor | None = None) -> ExpertOutput:
+        rows = inputs.x.shape[0]
+        blocks = self._blocks(routing, self.block_of(rows))
+        x = round_activation(inputs.x) if inputs.rounded is None else inputs.rounded
+        gate_up = grouped_product(x, self.gate_up.codes, self.gate_up.scales, blocks, self.num_selected, torch.float32)
+        values = torch.empty(rows * self.num_selected, self.hidden, dtype=torch.bfloat16, device=x.device)
+        inner = swiglu_rounded(gate_up, self.limit, routing.weights, experts=routing.experts, clear=values)
+        grouped_product(inner, self.down.codes, self.down.scales, blocks, 1, torch.bfloat16, out=values)
+        return ExpertOutput(values, None, self._shared(shared_gate_up))
+
+
+def pack_experts(
+    num_experts: int,
+    hidden: int,
+    width: int,
+    stored: Callable[[int, str], StoredTensor],
+    device: torch.device,
+) -> tuple[PackedExperts, PackedExperts]:
+    """Gate-up (gate rows first) and down matrices of all experts; beside them only one stored tensor is alive.
+
+    ``stored(expert, name)`` returns ``w1``, ``w3`` or ``w2`` of an expert.
+    """
+    gate_up = PackedExperts.empty(num_experts, 2 * width, hidden, device)
+    down = PackedExperts.empty(num_experts, hidden, width, device)
+    for expert in range(num_experts):
+        gate_up.put(expert, 0, stored(expert, "w1"))
+        gate_up.put(expert, width, stored(expert, "w3"))
+        down.put(expert, 0, stored(expert, "w2"))
+    return gate_up, down
+
+
+def build_experts(
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    num_selected: int,
+    limit: float,
+    *,
+    precision: Precision = "faithful",
+    library: bool | None = None,
+    batch_invariant: bool = False,
+) -> RoutedExperts:
+    """Choose who multiplies; the packed tensors belong to the result (the library repacks them in place).
+
+    Args:
+        library: force :mod:`.experts_humming` (True) or Triton (False); default the library where it takes these sizes.
+        batch_invariant: a row's result does not depend on the rest of the batch (Triton's never does).
+    """
+    from deepinfer.kernels.moe import experts_humming  # the library it needs is optional
+
+    if library is None:
+        library = experts_humming.is_usable(gate_up, down)
+    if not library:
+        return TritonExperts(gate_up, down, num_selected, limit)
+    return experts_humming.HummingExperts(gate_up, down, num_selected, limit, precision, batch_invariant)

@@ -1,0 +1,26 @@
+// Beside route.h: what the hyper-connection kernels need of the machine.
+
+static float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+static float reciprocal(float x) { return 1.0f / x; }
+static float __shfl_xor_sync(u32, float value, int step) {
+  const int lane = threadIdx.x % 32;
+  return __uint_as_float(exchange(__float_as_uint(value), [&](u32* v) { return v[lane ^ step]; }));
+}
+static Meeting halves[2];
+static void meet_half(int half) { meet(halves[half], THREADS / HALVES); }
+
+static u32 pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+static u32 code_of(float x) {
+  const u32 bits = __float_as_uint(x), exponent = std::max(bits >> 23 & 0xFF, 121u);
+  const float anchor = __uint_as_float((exponent + 20) << 23 | 0x400000);
+  const volatile float moved = x + anchor;
+  const float value = std::fabs(moved - anchor);
+  const u32 magnitude = __float_as_uint(value);
+  return (magnitude < 121u << 23 ? (u32)(value * 512) : (magnitude >> 20) - 960) | (bits >> 24 & 0x80);
+}
+static float value_of(u32 code) {
+  const float value = std::ldexp((float)(code & 7 | (code & 0x78 ? 8 : 0)), std::max((int)(code >> 3 & 15), 1) - 10);
+  return code & 0x80 ? -value : value;
+}
+static u32 to_e4m3(float low, float high) { return code_of(low) | code_of(high) << 8; }
+static void from_e4m3(u32 codes, float& low, float& high) { low = value_of(codes & 0xFF), high = value_of(codes >> 8); }

@@ -1,0 +1,157 @@
+"""The hyper-connection's CUDA kernels: on a GPU where there is one, else their text is compiled for the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvrtc
+from deepinfer.kernels.hyper_connection import launches_cuda as cuda
+from deepinfer.kernels.hyper_connection.finish import hc_finish
+from deepinfer.kernels.hyper_connection.launches_cuda import Shape
+from deepinfer.kernels.hyper_connection.parts import Mixes, Update
+from deepinfer.kernels.hyper_connection.write_read import hc_write_read
+from deepinfer.ops import number_formats as nf
+from deepinfer.ops.hyper_connection import hc_mixes, hc_read, hc_write
+from deepinfer.ops.norm import rms_norm
+from tests.kernels.emulation import compile_for_cpu
+from tests.kernels.hyper_connection import test_hyper_connection as plain
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() and shutil.which("g++") is None, reason="needs a C++ compiler"),
+]
+MARK = "// ---------------------------------------------------------------- "
+HIDDEN = 256
+SHAPES = [Shape(1, 1), Shape(2, 2, 1), Shape(4, 1, 2), Shape(8, 2)]
+
+
+@functools.cache
+def _emulator(source: str, entry: str, defines: tuple[tuple[str, int], ...]) -> Any:
+    text = (nvrtc.SOURCES / source).read_text()
+    before, rest = text.split(MARK + "instructions")
+    kernel = before + rest[rest.index(MARK) :]
+    kernel = kernel.replace("extern __shared__ __align__(16) char shared[];", "char* shared = at(0);")
+    kernel = kernel.replace("__shared__ __align__(16) float sums[GROUPS * SUM_STRIDE];", "float* sums = (float*)at(0);")
+    kernel = kernel.replace("#define THREADS 160\n", "")
+    constants = {"HALVES": 1, "CLUSTER": 1} | dict(defines)
+    constants["THREADS"] = 32 * constants["WARPS"] * constants["HALVES"] if "WARPS" in constants else 160
+    body = "static const Arguments* arguments;\n"
+    body += f"static void call() {{ {entry}(*arguments); }}\n"
+    body += 'extern "C" int emulate(const void* a, const int* grid) {\n'
+    body += "  arguments = (const Arguments*)a;\n  return launch(grid, call);\n}\n"
+    return compile_for_cpu(constants, ("route.h", "hyper_connection.h"), kernel, body)
+
+
+class _Kernel:
+    """Stands in for :class:`nvrtc.Kernel`."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def launch(self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], **_: Any) -> None:
+        del threads
+        assert self.function(ctypes.byref(arguments[0]), (ctypes.c_int * 3)(*grid)) == 0, "deadlock"
+
+
+@pytest.fixture(autouse=True)
+def _emulate(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    if device.type == "cuda":
+        return
+
+    def load_kernel(source: str, entry: str, defines: dict[str, int], *_: Any, **__: Any) -> _Kernel:
+        return _Kernel(_emulator(source, entry, tuple(sorted(defines.items()))))
+
+    monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
+    monkeypatch.setattr(cuda, "is_available", lambda device: True)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [("plain", SHAPES[0]), ("plain", SHAPES[3]), ("experts", SHAPES[0]), ("absent", SHAPES[1]), ("splits", SHAPES[2])],
+)
+def test_write_and_read_are_exact_where_sums_are(form: str, shape: Shape, device: torch.device):
+    rows = 35
+    trunk = torch.randint(-8, 9, (rows, 4, HIDDEN)).bfloat16().to(device)
+    mixes, read = plain._small_mixes(rows, device), plain._small_mixes(rows, device).read
+    update, value = plain._updates(rows, HIDDEN, device)[form]
+    fn = (torch.randint(-8, 9, (24, 4 * HIDDEN)) / 8).to(device)
+    done = hc_write_read(trunk, read, fn, update, mixes, wants_feature=True, shape=shape)
+    expected = hc_write(trunk, value, mixes.write.double(), mixes.stream.double())
+    assert torch.equal(done.trunk, expected)
+    assert torch.equal(done.h, hc_read(expected, read.double()))
+    assert torch.equal(done.feature, expected.double().mean(1).bfloat16())
+    slices = done.partial.num_slices
+    assert slices == HIDDEN // (32 * shape.warps)
+    records = done.partial.records.double()
+    products = records[:, : slices * 32].unflatten(1, (slices, 32)).sum(1)[:, :24]
+    torch.testing.assert_close(products, expected.double().flatten(1) @ fn.double().T, rtol=1e-6, atol=1e-3)
+    squares = records[:, slices * 32 : slices * 34].unflatten(1, (2, slices)).sum(2)
+    torch.testing.assert_close(squares[:, 0], done.h.double().square().sum(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(squares[:, 1], expected.double().square().sum((1, 2)), rtol=1e-6, atol=0)
+
+
+def test_fn_enters_with_all_its_bits(device: torch.device):
+    """One product per sum: float32 times an integer power of two comes out exactly."""
+    fn = torch.randn(24, 4 * HIDDEN).to(device)
+    trunk = torch.zeros(4 * HIDDEN, 4 * HIDDEN)
+    trunk.fill_diagonal_(0.5)
+    trunk = trunk.view(-1, 4, HIDDEN)[::3].bfloat16().contiguous().to(device)
+    done = hc_write_read(trunk, plain._mixes(trunk.shape[0], device).read, fn, shape=Shape(8, 1))
+    assert torch.equal(done.partial.records[:, :24], 0.5 * fn.T[::3])
+
+
+def _inputs(rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Update, Mixes]:
+    mixes, read = plain._mixes(rows, device), plain._mixes(rows, device).read
+    update = torch.randn(rows, HIDDEN).bfloat16().to(device)
+    return plain._trunk(rows, HIDDEN, device), read, plain._fn(HIDDEN, device), update, mixes
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_sublayer_input_and_mixes_match_the_reference(weight_dtype: torch.dtype, device: torch.device):
+    trunk, read, fn, update, mixes = _inputs(5, device)
+    norm = (torch.rand(HIDDEN) + 0.5).to(weight_dtype).to(device)
+    scale, base = torch.tensor([1.0, 0.5, 2.0]).to(device), torch.randn(24).to(device)
+    done = hc_write_read(trunk, read, fn, update, mixes)
+    parameters = norm, scale, base, plain.NORM_EPS, plain.HC_EPS, plain.ITERATIONS
+    found = hc_finish(done.partial, done.h, *parameters, wants_codes=True)
+    assert plain._share_different(found.x, rms_norm(done.h, norm.double(), plain.NORM_EPS)) < 2e-3
+    codes, scales = nf.q8(found.x)
+    assert torch.equal(found.codes, codes)
+    assert torch.equal(found.scales, scales)
+    assert torch.equal(found.xq.float(), nf.q8_round(found.x))
+    wide = hc_mixes(done.trunk, fn.double(), scale.double(), base.double(), *parameters[3:])
+    for name, expected in zip(("read", "write", "stream"), wide, strict=True):
+        torch.testing.assert_close(getattr(found.mixes, name).double(), expected, rtol=5e-6, atol=1e-7)
+    other = hc_finish(done.partial, done.h, *parameters, wants_codes=True, wants_xq=False, scale_dtype=torch.float32)
+    assert torch.equal(other.scales, torch.exp2(scales.float() - 127))
+    assert torch.equal(other.codes, codes)
+    triton = hc_finish(done.partial, done.h, *parameters, columns=128)
+    assert plain._share_different(found.x, triton.x) < 2e-3
+    for one, two in zip(found.mixes, triton.mixes, strict=True):
+        torch.testing.assert_close(one, two, rtol=5e-6, atol=1e-7)
+
+
+def test_a_row_is_the_same_in_every_shape_and_batch(device: torch.device):
+    rows, chosen = 50, slice(49, 50)
+    trunk, read, fn, update, mixes = _inputs(rows, device)
+    scale, base, norm = torch.ones(3).to(device), torch.randn(24).to(device), torch.ones(HIDDEN).to(device)
+
+    def run(part: slice, shape: Shape) -> list[Tensor]:
+        own = Mixes(*(mix[part] for mix in mixes))
+        done = hc_write_read(trunk[part], read[part], fn, update[part], own, shape=shape)
+        eps = plain.NORM_EPS, plain.HC_EPS, plain.ITERATIONS
+        found = hc_finish(done.partial, done.h, norm, scale, base, *eps, wants_codes=True)
+        return [done.trunk, done.h, *found[:4], *found.mixes]
+
+    alone = run(chosen, SHAPES[0])
+    for shape in SHAPES:
+        for own, among in zip(alone, run(slice(None), shape), strict=True):
+            assert torch.equal(own, among[chosen])

@@ -1,0 +1,89 @@
+"""The fused experts' sublayer as a whole against the reference operators."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer.kernels.hyper_connection.parts import ExpertOutputs
+from deepinfer.kernels.moe.expert_inputs import quantize_activation, round_activation
+from deepinfer.kernels.moe.expert_sum import sum_experts
+from deepinfer.kernels.moe.experts import PackedExperts, build_experts
+from deepinfer.layers.fused.feed_forward import FeedForward
+from deepinfer.layers.fused.residual import SublayerInput
+from deepinfer.layers.fused.weights import Fp8Weight
+from deepinfer.ops.moe import ExpertWeights, moe, route
+from deepinfer.ops.number_formats import q4u_decode
+
+HIDDEN, WIDTH, EXPERTS, TOP, LIMIT, ROWS = 64, 96, 8, 2, 10.0, 7
+
+
+class _Weights:
+    """Random weights in place of a checkpoint."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.invariant = False
+        self.shared = {"up": (2 * WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+        self.fp8_weights = {}
+        for name, (n, k) in self.shared.items():
+            values = (torch.randn(n, k) * 0.2).to(torch.float8_e4m3fn).view(torch.uint8)
+            scales = torch.randint(124, 129, (n // 32, k // 32), dtype=torch.uint8)
+            self.fp8_weights[name] = Fp8Weight(values.to(device), scales.to(device))
+        self.gate = torch.randn(EXPERTS, HIDDEN).bfloat16().to(device)
+        self.biases = {name: torch.randn(EXPERTS).to(device) for name in ("gate.bias", "gate.bias_vl")}
+        self.gate_up, self.down = (
+            PackedExperts(
+                torch.randint(0, 256, (EXPERTS, n, k // 2), dtype=torch.uint8).to(device),
+                torch.randint(118, 122, (EXPERTS, n, k // 32), dtype=torch.uint8).to(device),
+            )
+            for n, k in self.shared.values()
+        )
+
+    def bf16(self, name: str) -> torch.Tensor:
+        del name
+        return self.gate
+
+    def fp32(self, name: str) -> torch.Tensor:
+        return self.biases[name]
+
+    def fp8(self, *names: str) -> Fp8Weight:
+        return self.fp8_weights["down" if len(names) == 1 else "up"]
+
+    def shared_wide(self, name: str) -> torch.Tensor:
+        codes, scales = self.fp8_weights[name]
+        factors = torch.exp2(scales.double() - 127).repeat_interleave(32, 0).repeat_interleave(32, 1)
+        return codes.view(torch.float8_e4m3fn).double() * factors
+
+
+@pytest.mark.parametrize("has_images", [False, True])
+def test_sublayer_gives_what_the_operators_give(has_images: bool, device: torch.device) -> None:
+    weights: Any = _Weights(device)
+    experts_of = functools.partial(build_experts, weights.gate_up, weights.down, TOP, LIMIT, library=False)
+    layer = FeedForward(TOP, 1.5, weights, lambda _: experts_of())
+    x = torch.randn(ROWS, HIDDEN).bfloat16().to(device)
+    positions = torch.arange(ROWS, dtype=torch.int32, device=device)
+    positions[-2:] = -1
+    step: Any = SimpleNamespace(rows=SimpleNamespace(positions=positions))
+    is_image = torch.arange(ROWS, device=device) < 3 if has_images else None
+    bias = weights.biases["gate.bias"].expand(ROWS, -1)
+    if is_image is not None:
+        bias = torch.where(is_image[:, None], weights.biases["gate.bias_vl"], bias)
+    experts, shares = route(x, weights.gate.double(), bias.double(), TOP, 1.5, ROWS - 2)
+    wide = [q4u_decode(p.codes, p.scales).double() for p in (weights.gate_up, weights.down)]
+    shared = ExpertWeights(weights.shared_wide("up"), weights.shared_wide("down"))
+    expected = moe(x, experts, shares, [ExpertWeights(*pair) for pair in zip(*wide, strict=True)], shared, LIMIT, True)
+    codes, scales = quantize_activation(x)
+    update = layer.forward(SublayerInput(x, round_activation(x), codes, scales), step, is_image)
+    assert isinstance(update, ExpertOutputs)
+    assert update.experts is not None
+    assert torch.equal(update.experts.long(), experts)
+    found = sum_experts(update.routed, TOP, shared=update.shared)
+    assert (found != expected)[
+        :-2
+    ].float().mean() < 0.02  # an inner value on a rounding boundary falls to the other side
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
