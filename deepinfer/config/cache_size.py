@@ -16,7 +16,7 @@ NUM_NULL_BLOCKS = 1
 
 
 def size_cache(
-    config: EngineConfig, *, bytes_per_block: int, fixed_bytes: int, available_bytes: int
+    config: EngineConfig, *, bytes_per_block: int, fixed_bytes: int, available_bytes: int, step_bytes: int = 0
 ) -> tuple[EngineConfig, Reason | None]:
     """``config`` with ``cache.num_blocks`` filled in, and why it is that many (None when it was given).
 
@@ -25,20 +25,24 @@ def size_cache(
         bytes_per_block: one block over all streams of the model; 0 for a model of sliding windows only.
         fixed_bytes: what the caches take however many blocks there are: the state slots.
         available_bytes: free device memory before any cache is made.
+        step_bytes: of it, what steps are going to take.
     Raises:
         CapacityError: not even one sequence of ``max_model_len`` fits, or the given number does not; the message has
             the arithmetic.
     """
     cache, limits = config.cache, config.scheduler
     if cache.num_blocks is not None:
-        _check_given(config, cache.num_blocks, bytes_per_block, fixed_bytes, available_bytes)
+        _check_given(config, cache.num_blocks, bytes_per_block, fixed_bytes, available_bytes - step_bytes)
         return config, None
     per_sequence = -(-limits.max_model_len // cache.block_tokens)
     wanted = limits.max_num_seqs * per_sequence + NUM_NULL_BLOCKS
-    budget = int(available_bytes * cache.memory_fraction) - fixed_bytes
+    budget = int((available_bytes - step_bytes) * cache.memory_fraction) - fixed_bytes
     fitting = max(0, budget) // bytes_per_block if bytes_per_block else wanted * (budget >= 0)
+    free = f"{_gib(available_bytes)} free"
+    if step_bytes:
+        free = f"({free} - {_gib(step_bytes)} for steps)"
     arithmetic = (
-        f"({cache.memory_fraction:g} x {_gib(available_bytes)} free - {_gib(fixed_bytes)} for state slots)"
+        f"({cache.memory_fraction:g} x {free} - {_gib(fixed_bytes)} for state slots)"
         f" / {bytes_per_block / 2**20:.3f} MiB per block = {fitting}"
     )
     if fitting < per_sequence + NUM_NULL_BLOCKS:
@@ -65,7 +69,7 @@ def _check_given(
     if needed > available_bytes:
         raise CapacityError(
             f"num_blocks is {num_blocks}",
-            why=f"with the state slots they take {_gib(needed)}, and {_gib(available_bytes)} are free",
+            why=f"with the state slots they take {_gib(needed)}, and {_gib(max(0, available_bytes))} are free",
             fix="lower num_blocks or max_num_seqs, or leave num_blocks to 'auto'",
         )
     holds = (num_blocks - NUM_NULL_BLOCKS) * config.cache.block_tokens

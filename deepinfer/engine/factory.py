@@ -20,12 +20,13 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.config.prefill import check_truncation
 from deepinfer.config.resolve import Reason
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.fused_setup import load_fused_runner, not_fused_because
+from deepinfer.engine.fused_setup import load_fused_runner, not_fused_because, step_shape
 from deepinfer.engine.prefix_setup import build_prefix_planner
 from deepinfer.engine.speculation_setup import build_worker, step_cost
 from deepinfer.engine.verification_planner import VerificationPlanner
 from deepinfer.errors import CheckpointFileError
 from deepinfer.kvcache.block_pool import BlockPool
+from deepinfer.kvcache.memory_plan import bytes_beside_context, step_reserves
 from deepinfer.kvcache.sizing import MAX_BACKTRACKING, cache_sizes
 from deepinfer.kvcache.state_slots import StateSlots
 from deepinfer.layers.caches import CacheGeometry
@@ -123,8 +124,9 @@ def build_engine(
     else:
         vocab = load_compressed_vocab(tokenizer, model_config.text)
     num_drafts = config.speculation.num_tokens
-    refusal = not_fused_because(config, model_config)
+    refusal, step_bytes = not_fused_because(config, model_config), 0
     if refusal is None:
+        step_bytes = bytes_beside_context(step_reserves(model_config.text, step_shape(config.scheduler)))
         make_runner = load_fused_runner(config, model_config, vocab, device, progress)
     else:
         if config.device.platform == "nvidia":
@@ -139,6 +141,7 @@ def build_engine(
         bytes_per_block=sizes.block_bytes,
         fixed_bytes=num_slots * sizes.slot_bytes,
         available_bytes=platform.available_memory_bytes(),
+        step_bytes=step_bytes,
     )
     assert config.cache.num_blocks is not None
     geometry = CacheGeometry.of(model_config.text, config.cache.num_blocks, num_slots, backtracking)

@@ -12,8 +12,10 @@ from deepinfer.checkpoint.device_dummy import DeviceDummyCheckpoint
 from deepinfer.checkpoint.reader import open_checkpoint
 from deepinfer.checkpoint.stored import TensorSource
 from deepinfer.config.engine import EngineConfig
-from deepinfer.config.model import ModelConfig
+from deepinfer.config.model import ModelConfig, TextConfig
+from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.kvcache.block_pool import BLOCK_TOKENS
+from deepinfer.kvcache.memory_plan import StepShape
 from deepinfer.tokenizer.compressed_vocab import CompressedVocab
 from deepinfer.worker.model_runner import ModelRunner
 
@@ -23,6 +25,8 @@ _SMALL_GRAPHS = (1, 2, 4, 8, 16, 24, 32)
 _GRAPH_STEP = 16
 MAX_GRAPH_ROWS = 512
 """Larger steps run launch by launch: there the host is never what they wait for."""
+_OLDEST_GPU = (8, 9)
+"""Compute capability from which Triton converts to and from e4m3."""
 
 
 def not_fused_because(config: EngineConfig, model_config: ModelConfig) -> str | None:
@@ -33,14 +37,39 @@ def not_fused_because(config: EngineConfig, model_config: ModelConfig) -> str | 
         return "numerics float32 rounds nowhere, and the fused kernels compute in the model's own formats"
     if not model_config.text.hc_shifted:
         return "the model reads its streams with the sublayer's own mix (hc_shifted is false)"
+    misfit = _misfit(model_config.text)
+    if misfit is not None:
+        return misfit
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _OLDEST_GPU:
+        return f"{torch.cuda.get_device_name()} is older than Ada and Hopper, and has no FP8 arithmetic"
     return None
 
 
-def graph_sizes(max_num_seqs: int, num_drafts: int) -> list[int]:
+def _misfit(text: TextConfig) -> str | None:
+    """A size that the specification allows and the kernels do not take; None if there is none."""
+    block, rank = text.candidate_block_size, text.o_lora_rank
+    if text.candidate_source_layer_id is not None and block & (block - 1):
+        return f"candidate_block_size is {block}, and candidate blocks are selected by powers of two"
+    if text.o_groups > 1 and rank % 32:
+        return f"o_lora_rank is {rank}: a tile of 32 weights would straddle two of {text.o_groups} output groups"
+    return None
+
+
+def step_shape(limits: SchedulerConfig) -> StepShape:
+    """The largest step of an engine, for its memory."""
+    return StepShape(
+        max_rows=limits.max_num_batched_tokens,
+        max_sampled_rows=limits.max_num_seqs * (1 + limits.num_speculative_tokens),
+        num_graphs=len(graph_sizes(limits)),
+    )
+
+
+def graph_sizes(limits: SchedulerConfig) -> list[int]:
     """Rows of the captured steps: any batch that decodes, with its drafts, padded to the next size."""
-    largest = min(max_num_seqs * (1 + num_drafts), MAX_GRAPH_ROWS)
+    decoding = limits.max_num_seqs * (1 + limits.num_speculative_tokens)
+    largest = min(decoding, MAX_GRAPH_ROWS, limits.max_num_batched_tokens)
     sizes = [size for size in _SMALL_GRAPHS if size < largest]
     sizes += range(_SMALL_GRAPHS[-1] + _GRAPH_STEP, largest, _GRAPH_STEP)
     return [*sizes, largest]
@@ -68,9 +97,9 @@ def load_fused_runner(
     )
     draft = load_fused_draft(model, loader) if config.speculation.num_tokens else None
     loader.close()
-    sizes: list[int] = []
-    if device.type == "cuda":
-        sizes = graph_sizes(config.scheduler.max_num_seqs, config.speculation.num_tokens)
+    if importlib.util.find_spec("humming") is None:
+        logger.warning("the package humming-kernels is not installed: routed experts run in Triton, which is slower")
+    sizes = graph_sizes(config.scheduler) if device.type == "cuda" else []
     max_blocks = -(-config.scheduler.max_model_len // BLOCK_TOKENS)
 
     def make(**arguments: object) -> ModelRunner:

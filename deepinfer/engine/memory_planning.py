@@ -7,8 +7,8 @@ from deepinfer.checkpoint.tensor_specs import SizeGroup
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.model import ModelConfig
 from deepinfer.engine.factory import num_state_slots
-from deepinfer.engine.fused_setup import graph_sizes
-from deepinfer.kvcache.memory_plan import MemoryPlan, StepShape, plan_memory, step_reserves
+from deepinfer.engine.fused_setup import step_shape
+from deepinfer.kvcache.memory_plan import MemoryPlan, plan_memory, step_reserves
 from deepinfer.kvcache.sizing import MAX_BACKTRACKING, cache_sizes
 
 
@@ -25,15 +25,10 @@ def plan_device_memory(config: EngineConfig, model: ModelConfig, device_bytes: i
     weights = {
         group.value: size.num_bytes for group, size in summarize_config(model).sizes.items() if group not in left_out
     }
-    shape = StepShape(
-        max_rows=limits.max_num_batched_tokens,
-        max_sampled_rows=limits.max_num_seqs * (1 + num_drafts),
-        num_graphs=len(graph_sizes(limits.max_num_seqs, num_drafts)),
-    )
     return plan_memory(
         device_bytes=device_bytes,
         weights=weights,
-        reserves=step_reserves(model.text, shape),
+        reserves=step_reserves(model.text, step_shape(limits)),
         sizes=cache_sizes(model, config.numerics, max(MAX_BACKTRACKING, num_drafts + 1)),
         num_slots=num_state_slots(limits.max_num_seqs),
         max_num_seqs=limits.max_num_seqs,

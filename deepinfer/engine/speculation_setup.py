@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepinfer.config.engine import EngineConfig
 from deepinfer.messages import Chunk, StepPlan
 from deepinfer.platforms.selection import select_platform
@@ -111,7 +113,9 @@ def _cost_facts(config: EngineConfig, runner: ModelRunner, sizes: Sequence[int])
 
 def _measured_sizes(config: EngineConfig) -> list[int]:
     """Rows whose time is measured: powers of two and the largest verification step."""
-    largest = min(config.scheduler.max_num_seqs * (1 + config.speculation.num_tokens), _LARGEST_MEASURED_STEP)
+    limits = config.scheduler
+    largest = limits.max_num_seqs * (1 + config.speculation.num_tokens)
+    largest = min(largest, limits.max_num_batched_tokens, _LARGEST_MEASURED_STEP)
     return [*(2**power for power in range(largest.bit_length()) if 2**power < largest), largest]
 
 
@@ -124,6 +128,8 @@ def measure_step_cost(config: EngineConfig, runner: ModelRunner, sizes: Sequence
         chunks = tuple(Chunk(str(place), 0, (0,) * count, (), (0,), 0, 1, True) for place, count in enumerate(counts))
         begin = time.perf_counter()
         runner.run(StepPlan(0, chunks)).row_logits(slice(None))
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
         return time.perf_counter() - begin
 
     # Without graphs a step has exactly its rows.

@@ -7,7 +7,7 @@ the end (:func:`deepinfer.config.cache_size.size_cache`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deepinfer.config.model import TextConfig
@@ -15,6 +15,7 @@ from deepinfer.errors import CapacityError
 from deepinfer.kvcache.block_pool import BLOCK_TOKENS
 from deepinfer.kvcache.sizing import CacheSizes
 
+CONTEXT = "context and kernels"
 CONTEXT_BYTES = 700 * 2**20
 """What a CUDA context, its libraries and loaded kernels take."""
 
@@ -131,7 +132,7 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
         return MemoryItem(name, count * width * each, f"{count:,} rows x {width:,} x {each} bytes")
 
     return (
-        MemoryItem("context and kernels", CONTEXT_BYTES),
+        MemoryItem(CONTEXT, CONTEXT_BYTES),
         MemoryItem(
             "graphs", shape.num_graphs * BYTES_PER_GRAPH, f"{shape.num_graphs} x {BYTES_PER_GRAPH / 2**20:.0f} MiB"
         ),
@@ -141,6 +142,11 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
         item("selection", rows, selection, _FLOAT_BYTES),
         item("logits and their copy", shape.max_sampled_rows, 2 * text.vocab_size, _FLOAT_BYTES),
     )
+
+
+def bytes_beside_context(reserves: Iterable[MemoryItem]) -> int:
+    """What steps are still going to take once the context is there and the weights are loaded."""
+    return sum(item.num_bytes for item in reserves if item.name != CONTEXT)
 
 
 def plan_memory(

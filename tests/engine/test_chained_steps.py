@@ -30,7 +30,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chain(engine: Engine) -> Engine:
-    """Let an engine on the CPU chain its steps; ``engine.num_chained`` counts rows whose token the host doesn't know."""
+    """Let an engine on the CPU chain its steps; ``engine.num_chained`` counts rows with tokens unknown to the host."""
     runner, size = engine.runner, engine.model_config.text.engram_max_ngram_size
     tokens = DeviceTokens(runner.caches.geometry.num_slots, size, runner.device)
     runner.device_tokens = tokens
@@ -93,7 +93,7 @@ def test_preempted_and_aborted(path: Path) -> None:
 
 
 def _once(function: Any, error: BaseException, call: int) -> Any:
-    """``function``, whose call number ``call`` raises."""
+    """``function``, but its call number ``call`` raises."""
     calls = 0
 
     def run(*arguments: Any, **named: Any) -> Any:
@@ -129,8 +129,7 @@ def test_interrupted_while_tokens_are_awaited(path: Path, where: str, call: int)
     doomed = [engine.add_request(prompt, params) for prompt in prompts]
     setattr(engine.worker, where, _once(getattr(engine.worker, where), KeyboardInterrupt(), call))
     with pytest.raises(KeyboardInterrupt):
-        for _ in range(20):
-            engine.step()
+        _finish(engine, doomed)
     assert all(engine.is_finished(name) for name in doomed)
     engine.take_changes()
     engine.drain()
@@ -149,7 +148,8 @@ def test_a_failed_step_spares_those_that_start_behind_it(path: Path, chained: bo
     engine = make_engine(path, num_speculative_tokens=0)
     if chained:
         engine = chain(engine)
-    owner, name = (engine.runner, "run") if where == "run" else (engine.worker, "sample_unread" if chained else "sample")
+    name = "sample_unread" if where == "sample" and chained else where
+    owner = engine.runner if where == "run" else engine.worker
     setattr(owner, name, _once(getattr(owner, name), RuntimeError("no memory"), 1))
     bad = engine.add_request(random_ids(7, seed=4), params)
     engine.run_step()

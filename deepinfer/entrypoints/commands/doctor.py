@@ -30,7 +30,7 @@ _WEIGHT_BYTES = 8
 """The CPU operators keep weights in float64, whatever their stored format is."""
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "deepseek-recipe", "tqdm", "rich")
-_OPTIONAL = ("triton", "matplotlib", "torch-npu", "pytest", "hypothesis")
+_OPTIONAL = ("triton", "humming-kernels", "matplotlib", "torch-npu", "pytest", "hypothesis")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +161,13 @@ def _memory(resolved: Resolved, namespace: argparse.Namespace) -> list[str]:
 
 
 def _operators(resolved: Resolved, namespace: argparse.Namespace) -> list[str]:
-    text = model_config_of(resolved.config.model).text
-    ops = select_ops(resolved.config.device.platform, text, parse_pins(namespace.ops))
-    lines = [f"{choice.op}: {choice.implementation} ({choice.reason})" for choice in ops.explain()]
+    model = model_config_of(resolved.config.model)
+    ops = select_ops(resolved.config.device.platform, model.text, parse_pins(namespace.ops))
+    lines = []
+    if resolved.config.device.platform == "nvidia":
+        refusal = not_fused_because(resolved.config, model)
+        if refusal is None:
+            return ["the fused kernels (docs/nvidia.md) instead of single operators"]
+        lines.append(f"no fused kernels: {refusal}")
+    lines += [f"{choice.op}: {choice.implementation} ({choice.reason})" for choice in ops.explain()]
     return [*lines, f"torch threads: {torch.get_num_threads()} now, {resolved.config.device.num_threads} in the engine"]

@@ -1,0 +1,84 @@
+"""What the fused model of the NVIDIA path takes, and what is set aside for its steps. No GPU needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepinfer.checkpoint.tiny import tiny_config
+from deepinfer.config.cache_size import size_cache
+from deepinfer.config.engine import EngineConfig
+from deepinfer.config.env import read_environment
+from deepinfer.config.resolve import resolve
+from deepinfer.config.scheduler import SchedulerConfig
+from deepinfer.engine import fused_setup
+from deepinfer.engine.fused_setup import graph_sizes, not_fused_because
+from deepinfer.engine.speculation_setup import _measured_sizes
+from deepinfer.errors import CapacityError
+
+
+def on_nvidia(path: Path, **arguments: Any) -> EngineConfig:
+    """A configuration as if the machine had a GPU."""
+    config, _ = resolve({"model": path, **arguments}, read_environment({}))
+    return replace(config, device=replace(config.device, platform="nvidia"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ({}, None),
+        ({"hc_shifted": False}, "hc_shifted"),
+        ({"candidate_block_size": 6, "candidate_topk_blocks": 11}, "candidate_block_size is 6"),
+        ({"candidate_block_size": 6, "candidate_source_layer_id": None}, None),
+        ({"o_lora_rank": 16}, "o_lora_rank is 16"),
+    ],
+)
+def test_models_that_the_kernels_do_not_take_are_refused(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, text: dict[str, Any], reason: str | None
+) -> None:
+    monkeypatch.setattr(fused_setup.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(fused_setup.torch.cuda, "is_available", lambda: False)
+    found = not_fused_because(on_nvidia(tiny_path), tiny_config(vision=False, **text))
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(("capability", "is_taken"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
+def test_gpus_without_fp8_are_refused(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_taken: bool
+) -> None:
+    monkeypatch.setattr(fused_setup.importlib.util, "find_spec", lambda name: object())
+    cuda = fused_setup.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(cuda, "get_device_name", lambda: "A100")
+    found = not_fused_because(on_nvidia(tiny_path), tiny_config(vision=False))
+    assert found is None if is_taken else "A100" in str(found)
+
+
+def test_no_captured_step_is_larger_than_a_step_may_be() -> None:
+    """Buffers are made for ``max_num_batched_tokens`` rows."""
+    limits = SchedulerConfig(max_num_seqs=100, max_num_batched_tokens=300, num_speculative_tokens=5)
+    assert graph_sizes(limits)[-1] == 300
+    assert graph_sizes(replace(limits, max_num_batched_tokens=4096))[-1] == 512
+    assert graph_sizes(replace(limits, num_speculative_tokens=0))[-1] == 100
+    assert graph_sizes(SchedulerConfig(max_num_seqs=1)) == [1]
+
+
+def test_no_measured_step_is_larger_than_a_step_may_be(tiny_path: Path) -> None:
+    config = on_nvidia(tiny_path, max_num_seqs=40, max_num_batched_tokens=100, num_speculative_tokens=4)
+    assert _measured_sizes(config)[-1] == 100
+
+
+def test_memory_of_steps_is_not_given_to_the_caches(tiny_path: Path) -> None:
+    config = on_nvidia(tiny_path, max_num_seqs=4, max_model_len=1024, memory_fraction=1.0)
+    sizes = {"bytes_per_block": 1 << 20, "fixed_bytes": 1 << 20, "available_bytes": 30 << 20}
+    assert size_cache(config, **sizes)[0].cache.num_blocks == 29
+    sized, reason = size_cache(config, **sizes, step_bytes=10 << 20)
+    assert sized.cache.num_blocks == 19
+    assert "for steps" in str(reason)
+    given = replace(config, cache=replace(config.cache, num_blocks=25))
+    with pytest.raises(CapacityError):
+        size_cache(given, **sizes, step_bytes=10 << 20)
