@@ -84,7 +84,7 @@ def test_constants_are_those_of_the_definition():
     assert gumbel.FRACTION_BITS == table_module.FRACTION_BITS
 
 
-@pytest.mark.parametrize("vocab", [5, 512, 1500, 4096])
+@pytest.mark.parametrize("vocab", [5, 512, 1500, 2048])
 def test_every_kind_of_row_beside_the_others(device, table, vocab):
     params = every_kind()
     tokens, expected = both(random_logits(len(params), vocab, device), params, table)
@@ -138,10 +138,10 @@ def test_bad_rows_are_told_and_hurt_nobody(device, table):
     assert tokens[[0, 1, 2, 5]].tolist() == [0] * 4
 
 
-@pytest.mark.parametrize("target", [1, 7, 4096])
+@pytest.mark.parametrize("target", [1, 18, 4096])
 def test_splitting_changes_nothing(device, table, target):
     params = every_kind()
-    tokens, expected = both(random_logits(len(params), 5000, device), params, table, target_programs=target)
+    tokens, expected = both(random_logits(len(params), 3100, device), params, table, target_programs=target)
     assert torch.equal(tokens, expected)
 
 
