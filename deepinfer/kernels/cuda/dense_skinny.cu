@@ -1,7 +1,7 @@
 // Matrix product with few activation rows: y[rows, N] = x[rows, K] @ W[N, K]^T, bound by reading W once.
 //
 // The weights are operand A of mma.sync.m16n8k16 (16 weight rows) and the activations operand B (8 of them), so one row
-// costs as much as eight. Weights come packed in blocks of 32 rows and 2048 bytes (deepinfer/kernels/dense_packing.py):
+// costs as much as eight. Weights come packed in blocks of 32 rows and 2048 bytes (deepinfer/kernels/dense/packing.py):
 // a warp reads a block as four fully coalesced 512-byte loads and each lane finds its own fragments in its registers.
 //
 // A block of threads (CTA) owns 32 * WM weight rows and one K slice; its WM * WK warps split rows and K further. The

@@ -1,4 +1,4 @@
-// Packed FP8 weights (dense_packing.py) to bf16 [N, K] rows: what cuBLAS reads when there are many activation rows.
+// Packed FP8 weights (dense/packing.py) to bf16 [N, K] rows: what cuBLAS reads when there are many activation rows.
 // Compile-time constants: K (columns that exist).
 
 typedef unsigned int u32;

@@ -1,7 +1,7 @@
 // Matrix product with tens to hundreds of activation rows: y[rows, N] = x[rows, K] @ W[N, K]^T, FP8 weights, wgmma.
 //
 // The weights are operand A of wgmma.m64nNk16, from registers: each consumer warp takes its lanes' packed codes
-// (deepinfer/kernels/dense_packing.py) from shared memory and decodes them in place to exact bf16. The activations are
+// (deepinfer/kernels/dense/packing.py) from shared memory and decodes them in place to exact bf16. The activations are
 // operand B, in shared memory with the 128-byte swizzle. One producer thread streams both through a ring of stages.
 //
 // A CTA owns MT weight rows, NB activation rows and one K slice; the CLUSTER CTAs of a cluster own the K slices of the

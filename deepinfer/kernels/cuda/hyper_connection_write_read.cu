@@ -8,7 +8,7 @@
 // Sums over columns: a warp's 32, then 8 warps pairwise (here those of one block, the rest in the second kernel), then
 // groups of 256 columns. So a row's bits depend neither on the shape of the blocks nor on other rows.
 //
-// Compile-time constants: HIDDEN (a multiple of 256), KIND and K of the update (see hyper_connection_stages.py), WARPS
+// Compile-time constants: HIDDEN (a multiple of 256), KIND and K of the update (see hyper_connection/stages.py), WARPS
 // (side by side, 1, 2, 4 or 8), HALVES (sets of warps that share fn and take turns at the row tiles), FEATURE.
 
 typedef unsigned int u32;
