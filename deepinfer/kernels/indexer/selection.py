@@ -127,6 +127,7 @@ def index_candidates(
     count: int,
     wants_entries: bool = False,
     scratch_bytes: int = SCRATCH_BYTES,
+    invariant: bool = False,
 ) -> Selection:
     """Select among the visible entries of each row's candidate blocks.
 
@@ -134,7 +135,7 @@ def index_candidates(
         blocks: ``[rows, num_blocks]`` int32 from :func:`index_full` of the same rows. Others as there.
     """
     if view.capacity <= blocks.shape[1] * block_size:  # every visible entry is in a kept block
-        return index_full(query, head_weights, index_keys, view, count, None, wants_entries, scratch_bytes)
+        return index_full(query, head_weights, index_keys, view, count, None, wants_entries, scratch_bytes, invariant)
     rows, device = query.shape[0], query.device
     slots = torch.empty((rows, count), dtype=torch.int32, device=device)
     entries = torch.empty_like(slots) if wants_entries else None

@@ -218,7 +218,8 @@ class HummingExperts(RoutedExperts):
         self.down = _Product(down, torch.bfloat16, batch_invariant)
 
     def is_fast(self, rows: int) -> bool:
-        return self.precision == "fast" and rows >= _FAST_ROWS
+        """Whether a step of so many rows rounds coarser; never where a row must not depend on the others."""
+        return self.precision == "fast" and rows >= _FAST_ROWS and not self.gate_up.batch_invariant
 
     def block_of(self, rows: int) -> int:
         if self.is_fast(rows):

@@ -37,7 +37,7 @@ class Indexer:
         view = _view(rows, stream)
         if self.plan.mode is IndexMode.REINDEX and step.candidate_blocks is not None:
             blocks, size = step.candidate_blocks, self.candidates[0]
-            found = index_candidates(query, head_weights, keys, view, blocks, size, self.topk)
+            found = index_candidates(query, head_weights, keys, view, blocks, size, self.topk, invariant=self.invariant)
         else:
             wanted = self.candidates if self.plan.is_candidate_source else None
             found = index_full(query, head_weights, keys, view, self.topk, wanted, invariant=self.invariant)

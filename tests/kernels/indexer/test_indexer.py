@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from deepinfer.kernels.indexer import selection
 from deepinfer.kernels.indexer.query import index_query
 from deepinfer.kernels.indexer.scores import score_chunks, score_rows
 from deepinfer.kernels.indexer.selection import IndexView, index_candidates, index_full
@@ -301,6 +302,16 @@ def test_candidates_that_keep_every_block_change_nothing(device: torch.device) -
     assert full.blocks is not None
     assert full.blocks.tolist() == [[0, 1, 2, 3, -1, -1, -1, -1], [0, 1, -1, -1, -1, -1, -1, -1]]
     narrowed = index_candidates(case.query, case.weights, case.keys, case.view, full.blocks, 8, 16)
+    assert torch.equal(narrowed.slots, full.slots)
+
+
+def test_invariant_candidates_are_scored_one_by_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all blocks are kept, which depends on the longest context of the batch."""
+    case = make_case([(20, 30)], device)
+    full = index_full(case.query, case.weights, case.keys, case.view, 16, (8, 8), invariant=True)
+    assert full.blocks is not None
+    monkeypatch.setattr(selection, "score_chunks", None)
+    narrowed = index_candidates(case.query, case.weights, case.keys, case.view, full.blocks, 8, 16, invariant=True)
     assert torch.equal(narrowed.slots, full.slots)
 
 

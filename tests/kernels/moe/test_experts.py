@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from deepinfer.kernels.moe.expert_blocks import order_pairs
 from deepinfer.kernels.moe.expert_inputs import quantize_activation, round_activation, scales_from_bytes
 from deepinfer.kernels.moe.expert_sum import sum_experts
 from deepinfer.kernels.moe.experts import ExpertInput, PackedExperts, build_experts, pack_experts
-from deepinfer.kernels.moe.experts_humming import scale_span
+from deepinfer.kernels.moe.experts_humming import HummingExperts, scale_span
 from deepinfer.kernels.moe.experts_triton import grouped_product
 from deepinfer.kernels.moe.router import Routing
 from deepinfer.kernels.moe.swiglu import swiglu_quantized, swiglu_rounded
@@ -213,3 +215,12 @@ def test_the_shared_expert_is_activated_in_the_same_launch(device):
     assert torch.equal(scales[live], alone[1][live])
     assert torch.equal(inner, swiglu_rounded(shared, LIMIT))
     assert values.any(-1).tolist() == live.tolist()
+
+
+def test_coarser_rounding_of_long_chunks_yields_to_batch_invariance() -> None:
+    experts = object.__new__(HummingExperts)
+    experts.precision = "fast"
+    for invariant in (False, True):
+        experts.gate_up = SimpleNamespace(batch_invariant=invariant)  # type: ignore[assignment]
+        assert experts.is_fast(4096) is not invariant
+        assert not experts.is_fast(64)
