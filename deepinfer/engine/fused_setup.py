@@ -81,21 +81,22 @@ def load_fused_runner(
     """Load the weights. Returns what makes the runner once the caches are sized (``geometry``, ``is_compact``)."""
     # Triton is imported with the kernels, so these come last.
     from deepinfer.checkpoint.device_loader import DeviceLoader
-    from deepinfer.models.fused_loading import load_fused, load_fused_draft
+    from deepinfer.models.fused_loading import Precision, load_fused, load_fused_draft
     from deepinfer.worker.fused_runner import FusedRunner
 
     loader = DeviceLoader(_open(config, model_config, device), device, show_progress=progress)
+    precision: Precision = "fast" if config.numerics == "fast" else "faithful"
     model = load_fused(
         model_config,
         loader,
         device,
-        precision="fast" if config.numerics == "fast" else "faithful",
+        precision=precision,
         token_map=torch.tensor(vocab.token_map, dtype=torch.int64),
         num_compressed=vocab.size,
         max_rows=config.scheduler.max_num_batched_tokens,
         invariant=config.batch_invariant,
     )
-    draft = load_fused_draft(model, loader) if config.speculation.num_tokens else None
+    draft = load_fused_draft(model, loader, precision) if config.speculation.num_tokens else None
     loader.close()
     if importlib.util.find_spec("humming") is None:
         logger.warning("the package humming-kernels is not installed: routed experts run in Triton, which is slower")

@@ -51,12 +51,19 @@ class FusedDSpark:
             features: per target layer ``[rows, hidden]`` bf16.
         """
         joined = q8_round_(torch.cat(features, dim=-1))
-        _, context = norm_rounded(self.feature_projection.forward(joined), self.feature_norm, self.config.rms_norm_eps)
+        projected = self.feature_projection.forward(joined, invariant=self.backbone.invariant)
+        _, context = norm_rounded(projected, self.feature_norm, self.config.rms_norm_eps)
         cos, sin = rows.plain_angles
         for layer, product, cache in zip(self.layers, self.context_keys, caches.draft, strict=True):
             norm = layer.attention.key_norm
             key_records(
-                product.forward(context), norm, self.config.rms_norm_eps, cos, sin, cache.window.data, rows.ring_slot
+                product.forward(context, invariant=self.backbone.invariant),
+                norm,
+                self.config.rms_norm_eps,
+                cos,
+                sin,
+                cache.window.data,
+                rows.ring_slot,
             )
 
     def propose(
@@ -80,7 +87,7 @@ class FusedDSpark:
         flush(residual)
         hidden = (residual.read_mix.unsqueeze(1) @ residual.trunk.float()).squeeze(1).to(torch.bfloat16)
         normed, _ = norm_rounded(hidden, self.norm, self.config.rms_norm_eps)
-        base = self.backbone.head.forward(normed, dtype=torch.float32).unflatten(0, (requests, block))
+        base = self.backbone.vocabulary_product(self.backbone.head, normed).unflatten(0, (requests, block))
         return self._choose_tokens(newest, hidden.unflatten(0, (requests, block)), base, choose, keep_logits)
 
     def _choose_tokens(
@@ -92,7 +99,7 @@ class FusedDSpark:
         previous, tokens, confidences, logits = newest, [], [], []
         for slot in range(base.shape[1]):
             markov = functional.embedding(previous, self.markov_embedding)
-            slot_logits = base[:, slot] + self.markov_head.forward(markov, dtype=torch.float32)
+            slot_logits = base[:, slot] + self.backbone.vocabulary_product(self.markov_head, markov)
             confidences.append(by_hidden[:, slot] + markov.float() @ self.confidence_head[width:])
             previous = choose(slot_logits, slot)
             tokens.append(previous)

@@ -159,10 +159,13 @@ class FusedV41:
 
     def logits(self, trunk: Tensor, read_mix: Tensor) -> Tensor:
         """Logits ``[rows, vocab]`` in float32 for the given rows of :meth:`forward`'s result."""
-        hidden = collapse_head(trunk, read_mix, self.norm, self.config.rms_norm_eps)
+        return self.vocabulary_product(self.head, collapse_head(trunk, read_mix, self.norm, self.config.rms_norm_eps))
+
+    def vocabulary_product(self, weight: Bf16Linear, hidden: Tensor) -> Tensor:
+        """Float32 ``[rows, vocab]`` of ``[rows, width]`` bf16 by a matrix that is as large as the vocabulary."""
         if not self.invariant:
-            return self.head.forward(hidden, dtype=torch.float32)
+            return weight.forward(hidden, dtype=torch.float32)
         # The library chooses its order of summation by the number of rows, so it always gets the same number.
         padded = functional.pad(hidden, (0, 0, 0, -len(hidden) % _HEAD_ROWS))
-        parts = [self.head.forward(part, dtype=torch.float32) for part in padded.split(_HEAD_ROWS)]
+        parts = [weight.forward(part, dtype=torch.float32) for part in padded.split(_HEAD_ROWS)]
         return torch.cat(parts)[: len(hidden)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepinfer.sampling.edits import EarlyBans, GrammarMask, PenaltyEntries, TokenEdits, early_bans, penalty_entries
 from deepinfer.sampling.row_parameters import Kind, RowParameters, bounded_top_k, kind_of
 from deepinfer.sampling.state import SamplingState
-from deepinfer.sampling.transfer import to_device
+from deepinfer.sampling.transfer import has_kernels, to_device
 
 Rows = slice | Tensor
 """Selects rows of a batch: a slice (a view, free) where they are consecutive, else int64 indices."""
@@ -180,7 +180,7 @@ class SamplingBatchBuilder:
             early_rows=tuple(row for row, state in enumerate(states) if state.early_bans),
             golden_rows=tuple(row for row, each in enumerate(params) if each.golden_token_ids),
             penalty_rows=tuple(row for row, state in enumerate(states) if state.counts is not None),
-            parameters=RowParameters.of(states, self.vocab_size, self.device) if self.device.type == "cuda" else None,
+            parameters=RowParameters.of(states, self.vocab_size, self.device) if has_kernels(self.device) else None,
         )
 
     def _parts(self, rows: list[int]) -> list[list[int]]:

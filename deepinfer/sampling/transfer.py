@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,3 +25,9 @@ def pinned_copy(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether the sampler's kernels can run on ``device``."""
+    return device.type == "cuda" and find_spec("triton") is not None

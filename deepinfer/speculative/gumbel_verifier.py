@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepinfer.sampling.batch import SamplingBatch
 from deepinfer.sampling.sampler import Sampler, SamplerOutput
+from deepinfer.sampling.transfer import has_kernels
 from deepinfer.speculative.drafts import Drafts
 from deepinfer.speculative.verification import RowLayout, Verified, accepted_prefix
 
@@ -27,7 +28,7 @@ class GumbelVerifier:
 
     def verify(self, logits: Tensor, batch: SamplingBatch, drafts: Drafts, num_rows: Tensor) -> Verified:
         sampled = self._sampler.sample(logits, batch)
-        if logits.device.type == "cuda":
+        if has_kernels(logits.device):
             return _accept_on_device(sampled, drafts, num_rows)
         layout = RowLayout.of(num_rows, batch.num_rows)
         is_accepted = sampled.token_ids == layout.drafts_of_rows(drafts.token_ids)
