@@ -389,7 +389,7 @@ class Engine:
             request.metrics.first_token_s = time.monotonic()
             request.num_cached_tokens = sequence.prefix.num_cached or 0
         output.num_preemptions = sequence.num_preemptions
-        num_added = 0
+        num_added, is_over = 0, False
         for row, token in enumerate(found.token_ids, start=found.first_row):
             entry = self._logprobs_of(request, report, row, token) if request.params.wants_logprobs else None
             if branch.grammar is not None and not branch.grammar.accept(token):
@@ -399,13 +399,14 @@ class Engine:
                 return
             branch.sampling.append((token,))
             num_added += 1
-            if branch.builder.add(token, entry):
+            is_over = branch.builder.add(token, entry)
+            if is_over:
                 break
         num_accepted = min(num_added, found.num_accepted)
         output.num_steps += 1
         output.num_drafts_verified += found.num_drafts
         output.num_drafts_accepted += num_accepted
-        self.statistics.verified(num_accepted, found)
+        self.statistics.verified(num_accepted, found, num_added if is_over else None)
         if output.finish_reason is not None:
             request.error = request.error or branch.builder.cut_short
             self._end_branch(request, branch, output.finish_reason)

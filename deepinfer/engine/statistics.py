@@ -44,10 +44,16 @@ class EngineStatistics:
         if self._config.logs_statistics and self.num_steps % self._config.logging_interval_steps == 0:
             self._log(scheduler)
 
-    def verified(self, num_accepted: int, found: SequenceTokens) -> None:
-        """Count the drafts of one sequence in one committed step."""
+    def verified(self, num_accepted: int, found: SequenceTokens, end: int | None = None) -> None:
+        """Count the drafts of one sequence in one committed step.
+
+        Args:
+            end: tokens up to the one that ended the output. Drafts behind it were verified against a text that nobody
+                asked for, so confidences are not to be calibrated with them.
+        """
         if found.num_drafts and self._confidence_log is not None:
-            self._confidence_log.observe(found.confidence, found.num_accepted, found.num_drafts)
+            verified = found.num_drafts if end is None else min(found.num_drafts, end)
+            self._confidence_log.observe(found.confidence, min(found.num_accepted, verified), verified)
         outcome = [float(slot < found.num_accepted) for slot in range(found.num_drafts)]
         self.speculation.observe(min(num_accepted, found.num_drafts), found.num_drafts, found.confidence, outcome)
 
