@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 FOLDER = Path("build/tiny")
 BACKBONE_STEPS = 2860
-DRAFT_STEPS = 3000
+DRAFT_STEPS = 1600
 
 
 def run(program: str, *arguments: str) -> None:
@@ -47,7 +47,8 @@ def main() -> None:
         if not (FOLDER / "continued.npy").exists():
             run("continuations")
         run("train_draft", "--steps", str(DRAFT_STEPS))
-    run("report")
+        run("fit_confidence")
+    run("report", "--model", str(FOLDER / "out" / "model"))
 
 
 if __name__ == "__main__":
