@@ -32,6 +32,8 @@ def test_random_weights_score_zero_with_ablations(model, tmp_path, capsys):
     assert record["numerics"] == "faithful"
     assert record["model"]["digest"].startswith("sha256:")
     assert record["config"]["scheduler"]["max_model_len"] == 560
+    assert record["config"]["speculation"]["num_tokens"] == 4
+    assert not record["config"]["speculation"]["stops_where_it_does_not_pay"]  # no score may depend on step times
     assert {"command", "seed", "versions", "commit", "machine"} <= set(record)
     assert list(record["ablations"]) == ["no_engram", "window_only", "random_selection"]
     assert record["ablations"]["window_only"]["tasks"]["addition"]["512"]["change"]["value"] == 0

@@ -1,7 +1,7 @@
-"""Calibrate the draft, score the finished model with all ablations, and write the report.
+"""Score the finished model and its draft with all ablations: ``python -m tools.tiny.report``.
 
-``python -m tools.tiny.report`` writes ``metrics.json``, ``loss.png`` and, into the model's folder,
-``dspark_calibration.json``.
+It writes ``metrics.json`` and ``loss.png``. The temperatures in there are fitted to the drafts of the training program,
+those of the model to the engine's (``deepinfer calibrate``).
 """
 
 from __future__ import annotations
@@ -102,14 +102,12 @@ def report_on_scores(setup: Setup, sets: list[AnswerSet], out: Path, metrics: di
 
 
 def report_on_draft(setup: Setup, sets: list[AnswerSet], out: Path, metrics: dict[str, Any]) -> None:
-    """Acceptance and calibration; the temperatures go beside the model."""
+    """Acceptance and calibration."""
     weights = setup.parameters.rounded(setup.dtype, draft=True)
     own = [own_answers(setup, weights, answers) for answers in sets if answers.length == 512]
     own = [answers for answers in own if len(answers.ids)]
     metrics["dspark"] = measure_drafts(setup, weights, [*own, prose_set(setup, weights)])
     log(out, "report.jsonl", metrics["dspark"])
-    calibration = json.dumps({"temperatures": metrics["dspark"]["temperatures"]}, indent=1) + "\n"
-    (out / "model" / "dspark_calibration.json").write_text(calibration, encoding="utf-8")
 
 
 def report_on_ablations(setup: Setup, sets: list[AnswerSet], out: Path, metrics: dict[str, Any]) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
+from deepinfer.config.env import read_environment
+from deepinfer.config.model_file import load_model_config
 from deepinfer.entrypoints.benchmark.record import environment_record
-from deepinfer.entrypoints.engine_args import add_model_arguments, load_llm
+from deepinfer.entrypoints.engine_args import add_model_arguments, load_llm, model_arguments
 from deepinfer.entrypoints.llm import LLM
 from deepinfer.errors import ConfigError
 from deepinfer.evaluation.ablation import Ablation, ablated
@@ -149,7 +151,12 @@ def _with_flags(namespace: argparse.Namespace, flags: str) -> argparse.Namespace
 
 
 def _load(namespace: argparse.Namespace) -> LLM:
-    return load_llm(namespace, max_num_seqs=_MAX_SEQS, disable_log_stats=True)
+    defaults: dict[str, Any] = {"max_num_seqs": _MAX_SEQS, "disable_log_stats": True}
+    if "num_speculative_tokens" not in read_environment().options:
+        # Left open, an engine stops drafting where its times say so, and tokens per step would depend on the machine.
+        text = load_model_config(model_arguments(namespace)["model"]).text
+        defaults["num_speculative_tokens"] = text.dspark_block_size if text.num_nextn_predict_layers else 0
+    return load_llm(namespace, **defaults)
 
 
 def _evaluate(llm: LLM, plan: Plan, name: str) -> Evaluation:
