@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,12 +127,12 @@ def _parse(line: str, where: str, num_slots: int | None) -> tuple[list[float], i
         logits, accepted, verified = record["logits"], record["accepted"], record["verified"]
         is_valid = (
             bool(logits)
-            and all(isinstance(x, (int, float)) and math.isfinite(x) for x in logits)
+            and all(isinstance(x, (int, float)) and abs(x) <= sys.float_info.max for x in logits)
             and type(accepted) is int
             and type(verified) is int
             and 0 <= accepted <= verified <= len(logits)
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         is_valid = False
     if not is_valid:
         raise ConfigError(

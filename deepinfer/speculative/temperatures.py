@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def check_temperatures(value: float | Sequence[float], num_slots: int) -> tuple[
         )
     for number in values:
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or number < 0:
+        if not is_number or not 0 <= number <= sys.float_info.max:
             raise ConfigError(
                 f"a confidence temperature is {number!r}",
                 why="it divides logits, so it is a finite number >= 0",
@@ -43,20 +43,26 @@ def check_temperatures(value: float | Sequence[float], num_slots: int) -> tuple[
 
 
 def load_temperatures(path: Path, num_slots: int) -> tuple[float, ...]:
-    """Read what :func:`deepinfer.speculative.calibration.calibrate` wrote.
+    """Read what :func:`deepinfer.speculative.calibration.calibrate` wrote, for any number of drafts.
+
+    Temperatures are fitted one after another, so a shorter block has the first of them; slots behind the last are
+    like it.
 
     Raises:
-        ConfigError: the file is missing, is no such file, or is for another number of drafts.
+        ConfigError: the file is missing or is no such file.
     """
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         values = content["temperatures"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"the file of confidence temperatures is {str(path)!r}",
-            why=f"it cannot be read as JSON with a list 'temperatures' ({error})",
-            fix="write it with `deepinfer calibrate`",
-        ) from error
-    if not isinstance(values, list):
-        values = [values]
-    return check_temperatures(values, num_slots)
+        values = list(values) if isinstance(values, list) else [values]
+        values = [*values, *values[-1:] * (num_slots - len(values))][:num_slots]
+        return check_temperatures(values, num_slots)
+    except ConfigError as error:
+        why = f"{error.what}, but {error.why}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"it cannot be read as JSON with a list 'temperatures' ({error})"
+    raise ConfigError(
+        f"the file of confidence temperatures is {str(path)!r}",
+        why=why,
+        fix="write it with `deepinfer calibrate`, or remove it",
+    )

@@ -46,6 +46,10 @@ def test_log_is_written_calibrated_and_found_beside_the_checkpoint(own_model: Pa
         taken = llm.engine.worker.drafter
         assert taken is not None
         assert taken._temperatures.tolist() == pytest.approx(fitted["temperatures"])
+    with LLM(own_model, **{**ENGINE, "num_speculative_tokens": 2}) as llm:  # a shorter block than was calibrated
+        taken = llm.engine.worker.drafter
+        assert taken is not None
+        assert taken._temperatures.tolist() == pytest.approx(fitted["temperatures"][:2])
 
 
 def test_drafts_behind_the_end_of_an_output_are_not_logged(tmp_path: Path) -> None:
@@ -64,6 +68,12 @@ def test_unusable_logs_and_outputs_are_refused(tmp_path: Path, own_model: Path, 
     log.write_text('{"logits": [1, 2], "accepted": 1, "verified": 2}\n')
     assert main(["calibrate", str(log), "--num-drafts", "5", "--output", str(tmp_path / "x.json")]) == 2
     assert "calibrate each draft length with its own logs" in capsys.readouterr().err
+    before = log.read_text()
+    assert main(["calibrate", str(log), "--output", str(log)]) == 2
+    assert "also one of the logs" in capsys.readouterr().err
+    assert log.read_text() == before
+    assert main(["calibrate", str(log), "--num-drafts", "-2"]) == 2
+    assert "--num-drafts is -2" in capsys.readouterr().err
     assert main(["calibrate", str(log), "--output", str(tmp_path / "missing" / "x.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="confidence log"):

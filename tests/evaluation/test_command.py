@@ -62,6 +62,8 @@ def test_comparison_finds_equal_texts_with_and_without_speculation(model, tmp_pa
         (["--suite", "noodle"], "noodle"),
         (["--suite", "needle", "--max-model-len", "128"], "no sample of these suites fits"),
         (["--json", "/nowhere/x.json"], "/nowhere"),
+        (["--json", "/"], "that is a directory"),
+        (["--suite", "addition", "--compare", "'", ""], "No closing quotation"),
         (["--warm-tokens", "-1"], "--warm-tokens is -1"),
         (["--compare", "", "", "--ablations"], "one by one"),
     ],

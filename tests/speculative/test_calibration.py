@@ -82,8 +82,8 @@ def test_command_reads_logs_and_writes_what_the_engine_loads(tmp_path):
     assert found.temperatures == pytest.approx(TRUE, rel=0.3)
     assert json.loads(output.read_text())["num_rows"] == [4000, 4000, 4000]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "temperatures.json"]
-    with pytest.raises(ConfigError, match="5 tokens"):
-        load_temperatures(output, 5)
+    assert load_temperatures(output, 2) == found.temperatures[:2]
+    assert load_temperatures(output, 5) == (*found.temperatures, found.temperatures[-1], found.temperatures[-1])
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,8 @@ def test_command_reads_logs_and_writes_what_the_engine_loads(tmp_path):
         '{"logits": [1.0], "accepted": 0, "verified": 2}',
         '{"logits": [NaN], "accepted": 0, "verified": 1}',
         '{"logits": [], "accepted": 0, "verified": 0}',
+        f'{{"logits": [1{"0" * 400}], "accepted": 0, "verified": 1}}',
+        "[" * 100_000,
         '{"logits": [1.0], "accepted": 0.5, "verified": 1}',
         '{"logits": [1.0, 2.0, 3.0], "accepted": 0, "verified": 1}',
     ],
@@ -129,13 +131,15 @@ def test_temperatures_of_wrong_length_or_kind_are_refused():
 
 def test_unreadable_temperature_files_are_refused(tmp_path):
     path = tmp_path / "t.json"
-    for content in ("{", "[]", '{"other": 1}'):
+    for content in ("{", "[]", '{"other": 1}', '{"temperatures": []}', "[" * 100_000):
         path.write_text(content)
-        with pytest.raises(ConfigError, match="calibrate"):
+        with pytest.raises(ConfigError, match=r"t\.json"):
             load_temperatures(path, 2)
-    path.write_text('{"temperatures": ["1", 2]}')
-    with pytest.raises(ConfigError, match="finite number"):
-        load_temperatures(path, 2)
+    for content in ('["1", 2]', "[NaN, 1]", "[-1, 1]", f"[1{'0' * 400}, 1]"):
+        path.write_text(f'{{"temperatures": {content}}}')
+        with pytest.raises(ConfigError, match=r"t\.json") as caught:
+            load_temperatures(path, 2)
+        assert "finite number" in str(caught.value)
 
 
 def test_online_calibrator_follows_the_drafter():

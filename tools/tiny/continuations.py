@@ -63,7 +63,9 @@ def main() -> None:
             ids = [*prompt, *output.outputs[0].token_ids]
             row[:2], row[2 : 2 + len(ids)] = (len(prompt), len(ids)), ids
             rows.append(row)
-        np.save(target, np.stack(rows))
+        partial = target.with_name("continued_partial.npy")  # a stop in the middle must not cost what is there
+        np.save(partial, np.stack(rows))
+        partial.replace(target)
         print(f"{len(rows)} pieces after {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -31,6 +31,10 @@ def run(namespace: argparse.Namespace) -> int:
     output = (namespace.output or Path(CALIBRATION_FILE)).expanduser()
     if output.is_dir():
         output /= CALIBRATION_FILE
+    if any(path.expanduser().resolve() == output.resolve() for path in namespace.logs):
+        raise ConfigError(f"the output is {str(output)!r}", why="it is also one of the logs", fix="name another file")
+    if namespace.num_drafts is not None and namespace.num_drafts < 1:
+        raise ConfigError(f"--num-drafts is {namespace.num_drafts}", why="it counts drafts", fix="give >= 1")
     try:
         found = calibrate([path.expanduser() for path in namespace.logs], output, namespace.num_drafts)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -68,8 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Evaluate and print; exit code 1 if a request ended with an error."""
     plan = _plan(namespace)
-    if namespace.json is not None and not namespace.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json is {namespace.json}", why="its directory does not exist", fix="make it first")
+    _check_output(namespace.json)
     if namespace.compare and namespace.ablations:
         raise ConfigError("--compare and --ablations", why="each has tables of its own", fix="run them one by one")
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
@@ -79,6 +79,18 @@ def run(namespace: argparse.Namespace) -> int:
         namespace.json.write_text(text + "\n", encoding="utf-8")
     parts = [record["a"], record["b"]] if namespace.compare else [record]
     return 1 if any(part["num_errors"] for part in parts) else 0
+
+
+def _check_output(file: Path | None) -> None:
+    """Before the work, not after it."""
+    if file is None:
+        return
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"--json is {file}", why="its directory does not exist", fix="make it first")
+    if file.is_dir():
+        raise ConfigError(f"--json is {file}", why="that is a directory", fix="name a file in it")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise ConfigError(f"--json is {file}", why="it cannot be written", fix="name a file that can be")
 
 
 def _plan(namespace: argparse.Namespace) -> Plan:
@@ -144,7 +156,11 @@ def _with_flags(namespace: argparse.Namespace, flags: str) -> argparse.Namespace
     """The same arguments with more engine flags, which win over those that were given to both."""
     parser = argparse.ArgumentParser(prog="deepinfer eval --compare", allow_abbrev=False)
     add_model_arguments(parser)
-    given = vars(parser.parse_args(shlex.split(flags)))
+    try:
+        words = shlex.split(flags)
+    except ValueError as error:
+        raise ConfigError(f"--compare has the flags {flags!r}", why=f"{error}", fix="close what is open") from error
+    given = vars(parser.parse_args(words))
     return argparse.Namespace(
         **{**vars(namespace), **{name: value for name, value in given.items() if value not in (None, "")}}
     )
