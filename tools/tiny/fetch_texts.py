@@ -1,7 +1,8 @@
 """Fetch the prose that the tiny model is trained on: free texts inside Debian packages, fetched by package name.
 
-``python -m tools.tiny.fetch_texts`` writes ``build/tiny/texts/{train,held_out}.txt``. Needs ``apt-get`` and ``dpkg``;
-the archive's package lists have to be present (``apt-get update``). Sources and licences: ``tools/tiny/DATA.md``.
+``python -m tools.tiny.fetch_texts`` writes ``train.txt`` and ``held_out_SOURCE.txt`` in ``build/tiny/texts``. Needs
+``apt-get`` and ``dpkg``; the archive's package lists have to be present (``apt-get update``). Sources and licences:
+``tools/tiny/DATA.md``.
 """
 
 from __future__ import annotations
