@@ -1,9 +1,11 @@
 """Hyper-connection and query/key kernels on a GPU: errors against float64, then times over floor.
 
-    python bench/gpu/check_hyper_connection.py [--json FILE] [--only check,write,finish,pair,others]
+    python bench/gpu/check_hyper_connection.py [--json FILE] [--only check,write,finish,others]
 
-Times are medians of 5 replays of a CUDA graph whose launches rotate over more data than L2 holds, per launch. Floor:
-bytes at 4.2 TB/s. Kernels are compiled by several threads first.
+Times are medians of 5 replays of a CUDA graph whose launches rotate over more data than L2 holds, per launch: of a
+kernel alone (each launch waits for the one before), and of both kernels as they follow one another in a layer (launches
+overlap). A profile's times are no substitute: there a kernel that begins early includes its wait for the one before.
+Floor: bytes at 4.2 TB/s. Kernels are compiled by several threads first.
 """
 
 from __future__ import annotations
@@ -25,8 +27,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from deepinfer.kernels.attention.query_key import query_key, store_ring
 from deepinfer.kernels.hyper_connection.finish import collapse_head, hc_finish
-from deepinfer.kernels.hyper_connection.launches_cuda import Shape, choose_shape
-from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Mixes, SplitSums, Tile, Update, new_mixes
+from deepinfer.kernels.hyper_connection.launches_cuda import (
+    FinishShape,
+    Shape,
+    choose_finish_shape,
+    choose_shape,
+)
+from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Mixes, SplitSums, Update, new_mixes
 from deepinfer.kernels.hyper_connection.write_read import hc_write_read
 from deepinfer.kernels.step_tables import step_tables
 from deepinfer.layers.caches import BLOCK_TOKENS, CacheGeometry
@@ -60,7 +67,8 @@ def report(name: str, ok: bool, detail: str) -> None:
     results.append({"case": name, "pass": ok, "detail": detail})
 
 
-def timed(name: str, num_bytes: float, launches: list[Callable[[], object]]) -> None:
+def measure(launches: list[Callable[[], object]]) -> float:
+    """Microseconds per launch."""
     launches[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -76,7 +84,11 @@ def timed(name: str, num_bytes: float, launches: list[Callable[[], object]]) -> 
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / len(launches))
-    us, floor = statistics.median(times), num_bytes / BYTES_PER_S * 1e6
+    return statistics.median(times)
+
+
+def timed(name: str, num_bytes: float, launches: list[Callable[[], object]]) -> None:
+    us, floor = measure(launches), num_bytes / BYTES_PER_S * 1e6
     print(f"{name:64s} {us:8.2f} us  floor {floor:7.2f}  x{us / floor:.2f}", flush=True)
     results.append({"case": name, "us": us, "floor_us": floor})
 
@@ -135,9 +147,9 @@ class Sublayer:
             partial, h, self.norm, self.scale, self.base, NORM_EPS, HC_EPS, ITERATIONS, **how
         )  # fmt: skip
 
-    def enter(self, overlap: bool = True, **how):
-        done = self.write_read(overlap=overlap)
-        return done, self.finish(done.partial, done.h, overlap=overlap, **how)
+    def enter(self, overlap: bool = True, shape: Shape | None = None, finish: FinishShape | None = None, **how):
+        done = self.write_read(shape, overlap=overlap)
+        return done, self.finish(done.partial, done.h, shape=finish, overlap=overlap, **how)
 
     @property
     def num_bytes(self) -> float:
@@ -184,10 +196,16 @@ def results_of(read, finished) -> list[Tensor]:
 
 
 def check_invariance(form: str) -> None:
-    whole = Sublayer(256, form)
+    """Rows alone, among few and among many, in every shape: the same bits."""
+    whole = Sublayer(1100, form)
     among = [part.clone() for part in results_of(*whole.enter())]
-    wrong = []
-    for row, rows in ((0, 1), (37, 1), (255, 1), (249, 7)):
+    wrong: dict[str, int] = {}
+
+    def compare(name: str, found: list[Tensor], part: slice = slice(None)) -> None:
+        differ = sum(not torch.equal(a, b[part]) for a, b in zip(found, among, strict=True))
+        wrong.update({name: wrong.get(name, 0) + differ} if differ else {})
+
+    for row, rows in ((0, 1), (37, 1), (255, 1), (249, 7), (300, 33), (500, 130), (7, 513)):
         part, one = slice(row, row + rows), Sublayer(rows, "none")
         one.fn, one.norm, one.scale, one.base = whole.fn, whole.norm, whole.scale, whole.base
         one.trunk, one.read, one.mixes = whole.trunk[part], whole.read[part], Mixes(*(m[part] for m in whole.mixes))
@@ -198,13 +216,12 @@ def check_invariance(form: str) -> None:
             update = whole.update
             one.update = ExpertOutputs(update.routed[part], update.shared[part], update.experts[part])
         for overlap in (False, True):
-            alone = results_of(*one.enter(overlap))
-            wrong += [not torch.equal(a, b[part]) for a, b in zip(alone, among, strict=True)]
-        for shape in SHAPES if rows == 7 else ():
-            done = one.write_read(shape)
-            alone = results_of(done, one.finish(done.partial, done.h))
-            wrong += [not torch.equal(a, b[part]) for a, b in zip(alone, among, strict=True)]
-    report(f"batch invariance {form}", not any(wrong), f"{sum(wrong)} of {len(wrong)} tensors differ")
+            compare(f"{rows} rows {overlap=}", results_of(*one.enter(overlap)), part)
+    for shape in SHAPES:
+        compare(f"{shape}", results_of(*whole.enter(shape=shape)))
+    for finish in FINISH_SHAPES:
+        compare(f"{finish}", results_of(*whole.enter(finish=finish)))
+    report(f"batch invariance {form}", not wrong, f"tensors that differ: {wrong}")
 
 
 def check_graph(rows: int, form: str) -> None:
@@ -306,81 +323,103 @@ def checks() -> None:
 # ---- times
 
 
+CANDIDATES = {
+    1: (Shape(1, 1), Shape(2, 1), Shape(4, 1), Shape(8, 1)),
+    8: (Shape(1, 1), Shape(2, 1), Shape(4, 1), Shape(8, 1)),
+    32: (Shape(1, 1), Shape(1, 2), Shape(2, 1), Shape(2, 2), Shape(4, 2)),
+    64: (Shape(1, 2), Shape(1, 4, resident=2), Shape(2, 2), Shape(2, 4, resident=2), Shape(4, 2)),
+    128: (
+        *(Shape(1, 2), Shape(1, 4, resident=3), Shape(2, 1), Shape(2, 2, resident=3), Shape(2, 4, resident=2)),
+        *(Shape(4, 2, resident=2), Shape(1, 4, 2, serial=2, resident=3)),
+    ),
+    256: (
+        *(Shape(1, 4, resident=5), Shape(1, 4, resident=4), Shape(2, 2, resident=5), Shape(2, 2, resident=4)),
+        *(Shape(1, 4, 2, resident=3), Shape(2, 2, 4, resident=3), Shape(2, 4, resident=2)),
+        *(Shape(1, 4, 4, serial=2, resident=3), Shape(4, 2, resident=2)),
+    ),
+    512: (
+        *(Shape(1, 4, 4, resident=5), Shape(1, 4, 2, resident=3), Shape(2, 2, 8, resident=4)),
+        *(Shape(2, 2, 4, resident=3), Shape(2, 4, 4, resident=2), Shape(1, 4, 4, serial=2, resident=3)),
+        *(Shape(1, 8, 6, serial=4, resident=2), Shape(1, 6, 6, serial=4, resident=2)),
+    ),
+    8192: (
+        *(Shape(1, 8, 6, serial=4, resident=2), Shape(1, 6, 6, serial=4, resident=2), Shape(1, 12, 3, serial=4)),
+        *(Shape(1, 4, 6, serial=4, resident=2), Shape(2, 6, 6, serial=4), Shape(1, 6, 4, serial=2, resident=3)),
+        *(Shape(8, 2, 6), Shape(8, 1, 6)),
+    ),
+}
+FINISH_SHAPES = (
+    *(FinishShape(1, False), FinishShape(2, False), FinishShape(4, False)),
+    *(FinishShape(1, True), FinishShape(2, True), FinishShape(4, True)),
+)
+FORMS = ("plain", "experts")
+CHOSEN = (choose_shape(rows, form == "experts") for rows in CANDIDATES for form in FORMS)
+SHAPES = tuple(dict.fromkeys((*(shape for shapes in CANDIDATES.values() for shape in shapes), *CHOSEN)))
+
+
 def subjects(rows: int, form: str) -> list[Sublayer]:
     first = Sublayer(rows, form)
     return [first, *(Sublayer(rows, form) for _ in range(copies(first.num_bytes) - 1))]
 
 
-def time_write(form: str, rows: int, shapes: tuple[Shape, ...], tiles: tuple[Tile, ...]) -> None:
-    own = subjects(rows, form)
-    for shape in shapes:
-        launches = [lambda one=one, shape=shape: one.write_read(shape) for one in own]
-        text = f"warps={shape.warps} halves={shape.halves} groups={shape.row_groups}"
-        chosen = "  <- chosen" if shape == choose_shape(rows, form in ("experts", "splits")) else ""
-        name = f"write_read {form} rows={rows} {text}{chosen}"
-        guarded(name, lambda: timed(name, own[0].num_bytes, launches))  # noqa: B023
-    for tile in tiles:
-        launches = [lambda one=one, tile=tile: one.write_read(tile=tile) for one in own]
-        name = f"write_read {form} rows={rows} Triton S={tile.columns}"
-        guarded(name, lambda: timed(name, own[0].num_bytes, launches))  # noqa: B023
+def brief(shape: Shape | FinishShape) -> str:
+    if isinstance(shape, FinishShape):
+        return f"vectors={shape.vectors} {'shared' if shape.shares_block else 'own'}"
+    parts = (f"{shape.warps}x{shape.serial}", f"tiles={shape.tiles}", f"groups={shape.row_groups}")
+    return " ".join((*parts, f"resident={shape.resident}"))
 
 
-FEW = (Shape(1, 1), Shape(2, 1), Shape(2, 2), Shape(4, 1))
-SOME = (
-    *(Shape(1, 1, groups) for groups in (0, 4, 8)),
-    *(Shape(2, 1, groups) for groups in (0, 4, 6, 8)),
-    *(Shape(2, 2, groups) for groups in (2, 4, 8)),
-    *(Shape(4, 1, groups) for groups in (3, 6, 8)),
-    *(Shape(4, 2, groups) for groups in (3, 6)),
-    *(Shape(8, 1, groups) for groups in (6, 8)),
-    *(Shape(8, 2, groups) for groups in (3, 6)),
-)
-MANY = (Shape(8, 2, 6), Shape(8, 1, 6), Shape(4, 2, 6), Shape(4, 1, 6), Shape(4, 1, 9), Shape(2, 2, 6), Shape(2, 2, 8))
-SHAPES = tuple(dict.fromkeys(FEW + SOME + MANY))
+def compare(title: str, floor: float, chosen: object, rivals: dict, is_alone: Callable, is_pair: Callable) -> None:
+    """One line per shape: alone, and as a pair; * marks the best."""
+    found = {}
+    for shape in rivals:
+        guarded(f"{title} {shape}", lambda: found.update({shape: (is_alone(shape), is_pair(shape))}))  # noqa: B023
+    print(f"{title}  floor {floor:.2f} us", flush=True)
+    best = [min(times[i] for times in found.values()) for i in (0, 1)] if found else []
+    for shape, (alone, pair) in found.items():
+        marks = ["*" if value == least else " " for value, least in zip((alone, pair), best, strict=True)]
+        note = "  <- chosen" if shape == chosen else ""
+        print(f"    {brief(shape):36s} alone {alone:8.2f}{marks[0]} pair {pair:8.2f}{marks[1]}{note}", flush=True)
+        results.append({"case": title, "shape": brief(shape), "alone_us": alone, "pair_us": pair, "floor_us": floor})
 
 
 def times_of_write() -> None:
-    for rows in (1, 8, 32, 64, 128, 256, 8192):
-        shapes = FEW if rows <= 32 else FEW[:3] + SOME if rows <= 256 else MANY
-        shapes = tuple(dict.fromkeys((choose_shape(rows, False), *shapes)))
-        time_write("plain", rows, shapes, (Tile(64),) if rows == 64 else ())
-    for rows in (1, 32, 64, 128, 256):
-        shapes = FEW if rows <= 32 else FEW[:3] + SOME
-        time_write("experts", rows, tuple(dict.fromkeys((choose_shape(rows, True), *shapes))), ())
-    for form, rows in (("none", 64), ("splits", 64)):
-        time_write(form, rows, (Shape(1, 1),), ())
+    for form in FORMS:
+        for rows, candidates in CANDIDATES.items():
+            own, chosen = subjects(rows, form), choose_shape(rows, form == "experts")
+            compare(
+                f"write_read {form} rows={rows}",
+                own[0].num_bytes / BYTES_PER_S * 1e6,
+                chosen,
+                dict.fromkeys((*candidates, chosen)),
+                lambda shape: measure([lambda one=one: one.write_read(shape, overlap=False) for one in own]),  # noqa: B023
+                lambda shape: measure([lambda one=one: one.enter(shape=shape) for one in own]),  # noqa: B023
+            )
 
 
 def times_of_finish() -> None:
-    for rows in (1, 8, 32, 64, 128, 256, 8192):
-        own = subjects(rows, "none")
+    for rows in CANDIDATES:
+        own, chosen = subjects(rows, "plain"), choose_finish_shape(rows)
         done = [one.write_read() for one in own]
-        hows: list[dict] = [{}, {"overlap": False}, {"wants_mixes": False}]
-        hows += [{"wants_codes": True, "scale_dtype": torch.float32}]
-        hows += [{"columns": 512, "num_warps": 2}] if rows in (1, 8192) else []
-        for how in hows:
-            name = f"finish rows={rows} slices={done[0].partial.num_slices} " + " ".join(
-                f"{k}={v}" for k, v in how.items()
-            )
-            launches = [
-                lambda one=one, d=d, how=how: one.finish(d.partial, d.h, **how)
-                for one, d in zip(own, done, strict=True)
-            ]
-            guarded(name, lambda: timed(name, own[0].finish_bytes, launches))  # noqa: B023
 
+        def alone(how: dict) -> float:
+            pairs = zip(own, done, strict=True)  # noqa: B023
+            return measure([lambda one=one, d=d: one.finish(d.partial, d.h, **how) for one, d in pairs])
 
-def times_of_pair() -> None:
-    """Both launches, as they follow one another in a layer."""
-    for form in ("plain", "experts"):
-        for rows in (1, 8, 32, 64, 128, 256, 8192):
-            if form == "experts" and rows > 256:
-                continue
-            own = subjects(rows, form)
-            for overlap in (True, False):
-                name = f"pair {form} rows={rows} {overlap=}"
-                launches = [lambda one=one, overlap=overlap: one.enter(overlap) for one in own]
-                num_bytes = own[0].num_bytes + own[0].finish_bytes * (2 / 3)
-                guarded(name, lambda: timed(name, num_bytes, launches))  # noqa: B023
+        compare(
+            f"finish rows={rows} slices={done[0].partial.num_slices}",
+            own[0].finish_bytes / BYTES_PER_S * 1e6,
+            chosen,
+            dict.fromkeys((*FINISH_SHAPES, chosen)),
+            lambda shape: alone({"shape": shape, "overlap": False}),
+            lambda shape: measure([lambda one=one: one.enter(finish=shape) for one in own]),  # noqa: B023
+        )
+        hows: list[dict] = [{"wants_mixes": False, "overlap": False}, {"wants_codes": True, "overlap": False}]
+        if rows == 8192:
+            hows.append({"columns": 512})
+        texts = [f"{how} {alone(how):.2f}" for how in hows]
+        chain = measure([lambda one=one: one.enter(overlap=False) for one in own])
+        print(f"    {'; '.join(texts)}; pair without overlap {chain:.2f}", flush=True)
 
 
 def times_of_others() -> None:
@@ -414,42 +453,37 @@ def times_of_others() -> None:
         guarded(f"collapse_head {rows}", run_head)
 
 
-PARTS = {
-    "check": checks,
-    "write": times_of_write,
-    "finish": times_of_finish,
-    "pair": times_of_pair,
-    "others": times_of_others,
-}
+PARTS = {"check": checks, "write": times_of_write, "finish": times_of_finish, "others": times_of_others}
 
 
 def compile_ahead() -> None:
     """Compile the CUDA kernels side by side."""
 
-    def write(form: str, shape: Shape) -> None:
-        guarded(f"compile {form} {shape}", lambda: Sublayer(3, form).write_read(shape))
+    def write(form: str, shape: Shape | None, **wants: bool) -> None:
+        guarded(f"compile {form} {shape}", lambda: Sublayer(3, form).write_read(shape, **wants))
 
-    def feature(form: str) -> None:
-        guarded(f"compile {form}", lambda: Sublayer(3, form).write_read(wants_feature=True))
-
-    def finish(rows: int, how: dict) -> None:
+    def finish(slices_of: Shape, shape: FinishShape, how: dict) -> None:
         def run() -> None:
             one = Sublayer(3, "none")
-            done = one.write_read(choose_shape(rows, False))
-            one.finish(done.partial, done.h, **how)
+            done = one.write_read(slices_of)
+            one.finish(done.partial, done.h, shape=shape, **how)
 
-        guarded(f"compile finish {rows} {how}", run)
+        guarded(f"compile finish {slices_of} {shape} {how}", run)
 
-    shapes = {(shape.warps, shape.halves): Shape(shape.warps, shape.halves) for shape in SHAPES}.values()
+    # One of each that compiles to code of its own.
+    shapes = {tuple(shape.defines().items()): shape for shape in SHAPES}.values()
+    widths = {shape.warps * shape.serial: Shape(shape.warps * shape.serial, 1) for shape in SHAPES}.values()
     with ThreadPoolExecutor(WORKERS) as pool:
-        for form in ("plain", "experts", "splits", "none"):
-            for shape in shapes if form in ("plain", "experts") else (Shape(1, 1),):
+        for form in FORMS:
+            for shape in shapes:
                 pool.submit(write, form, shape)
-            pool.submit(feature, form)
-        for rows in (1, 128, 8192):
-            for how in ({}, {"wants_mixes": False}, {"wants_codes": True}):
-                pool.submit(finish, rows, how)
-            pool.submit(finish, rows, {"wants_codes": True, "scale_dtype": torch.float32})
+            pool.submit(write, form, None, wants_feature=True)
+        for form in ("splits", "none"):
+            pool.submit(write, form, None)
+            pool.submit(write, form, None, wants_feature=True)
+        for width in widths:
+            for finish_shape in FINISH_SHAPES:
+                pool.submit(finish, width, finish_shape, {})
 
 
 def main() -> None:

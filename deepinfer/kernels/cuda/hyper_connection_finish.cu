@@ -1,12 +1,15 @@
 // Behind hyper_connection_write_read.cu: a sublayer's input, normed and rounded, and its mixes.
 //
-// A row has PARTS blocks of threads for the norm and, with MIXES, one more for the mixes, where one thread holds the whole
-// 4x4 matrix: each of Sinkhorn's passes waits for the one before, and within a thread that takes some 50 cycles.
+// The first blocks make the mixes, since those take longest: one thread holds a row's whole 4x4 matrix, and each of
+// Sinkhorn's passes waits for the one before. A block has one row, or each of its warps has one. Behind them come PARTS
+// blocks for the norm of each row.
 //
-// Sums over the slices of hidden: SPLIT neighbours pairwise, then groups. See the other file for why.
+// Sums over the slices of hidden: SPLIT neighbours pairwise, then groups. See the other file for why. Nothing of this
+// depends on how blocks are cut.
 //
-// Compile-time constants: HIDDEN (a multiple of 256), SLICES (GROUPS, or 2, 4 or 8 times that), ITERATIONS, MIXES,
-// NORM_BF16 (the norm's weight is bf16, else float32), ROUNDED, CODES, SCALES (0 none, 1 ue8m0 bytes, 2 float32).
+// Compile-time constants: HIDDEN (a multiple of 256), SLICES (GROUPS, or 2, 4 or 8 times that), VECTORS (of 8 columns, for
+// each thread), MIX_ROWS (in a block: 1, or one for each warp), ITERATIONS, MIXES, NORM_BF16 (the norm's weight is bf16,
+// else float32), ROUNDED, CODES, SCALES (0 none, 1 ue8m0 bytes, 2 float32).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -15,10 +18,12 @@ typedef unsigned int u32;
 #define THREADS 160
 #define GROUPS (HIDDEN / 256)
 #define SPLIT (SLICES / GROUPS)
-#define PARTS ((HIDDEN / 8 + THREADS - 1) / THREADS)
+#define PARTS ((HIDDEN / 8 + THREADS * VECTORS - 1) / (THREADS * VECTORS))
+#define TEAM (THREADS / MIX_ROWS)  // threads that load a row's sums
+#define ROUNDS ((GROUPS * 6 + TEAM - 1) / TEAM)
 #define SUM_STRIDE 28  // floats of a group's 24 products and the squares of the trunk
 
-static_assert(HIDDEN % 256 == 0 && SPLIT * GROUPS == SLICES, "shape");
+static_assert(HIDDEN % 256 == 0 && SPLIT * GROUPS == SLICES && (TEAM == THREADS || TEAM == 32), "shape");
 
 struct __align__(16) Words { u32 of[4]; };  // 8 bf16
 struct __align__(16) Floats { float of[4]; };
@@ -95,64 +100,63 @@ __device__ __forceinline__ void invert(float (&x)[4]) {
   }
 }
 
-__device__ __forceinline__ void divide_columns(float (&c)[4][4], float eps) {
-  float sums[4];
+// A pass of Sinkhorn: what one side's sums become when the other side's factors are `factors`. The matrix is kept as
+// c[i][j] * rows[i] * columns[j]: so a pass changes 4 numbers instead of 16. An element over its sum plus eps is then
+// 1 / (sum of the others' factors + eps / own factor), and eps / own factor is eps times the divisor of a pass ago.
+__device__ __forceinline__ void pass(const float (&c)[4][4], bool is_rows, const float (&factors)[4], float (&own)[4],
+                                     float (&divisors)[4], float eps) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) sums[j] = ((c[0][j] + c[1][j]) + (c[2][j] + c[3][j])) + eps;
-  invert(sums);
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) c[i][j] *= sums[j];
+  for (int i = 0; i < 4; ++i) {
+    const float c0 = is_rows ? c[i][0] : c[0][i], c1 = is_rows ? c[i][1] : c[1][i];
+    const float c2 = is_rows ? c[i][2] : c[2][i], c3 = is_rows ? c[i][3] : c[3][i];
+    const float first = fmaf(c1, factors[1], c0 * factors[0]);
+    own[i] = divisors[i] = first + fmaf(c3, factors[3], fmaf(c2, factors[2], eps * divisors[i]));
+  }
+  invert(own);
 }
 
-__device__ __forceinline__ void divide_rows(float (&c)[4][4], float eps) {
-  float sums[4];
+// Sums over groups of 256 columns, [GROUPS][SUM_STRIDE]: how a row's team of threads makes them.
+__device__ __forceinline__ void sum_groups(const float* record, float* sums, int thread) {
+  Floats parts[ROUNDS][SPLIT];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] = ((c[i][0] + c[i][1]) + (c[i][2] + c[i][3])) + eps;
-  invert(sums);
+  for (int round = 0; round < ROUNDS; ++round) {
+    const int i = min(round * TEAM + thread, GROUPS * 6 - 1), group = i / 6, piece = i % 6;
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < SPLIT; ++j) parts[round][j] = *(const Floats*)(record + (group * SPLIT + j) * 32 + 4 * piece);
+    if (SPLIT == 8) __syncwarp();  // no room for more
+  }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) c[i][j] *= sums[i];
-}
-
-__device__ __forceinline__ void make_mixes(const Arguments& a, int row, float* sums) {
-  const int lane = threadIdx.x % 32, mix = min(lane, 23);
-  const float factor = a.scale[mix < 4 ? 0 : mix < 8 ? 1 : 2], offset = a.base[mix];
-  wait_for_earlier_kernels();
-  const float* record = a.partial + (long long)row * a.record_stride;
-  const int own_group = min((int)threadIdx.x, GROUPS - 1);
-  const float squares = sum_of_group(record + SLICES * 33 + own_group * SPLIT);
+  for (int g = thread; g < GROUPS; g += TEAM) sums[g * SUM_STRIDE + 24] = sum_of_group(record + SLICES * 33 + g * SPLIT);
+  __syncwarp();  // for the compiler: every load is on its way before any is waited for
 #pragma unroll
-  for (int round = 0; round < (GROUPS * 6 + THREADS - 1) / THREADS; ++round) {
-    const int i = min(round * THREADS + (int)threadIdx.x, GROUPS * 6 - 1), group = i / 6, piece = i % 6;
-    Floats parts[SPLIT];
-#pragma unroll
-    for (int j = 0; j < SPLIT; ++j) parts[j] = *(const Floats*)(record + (group * SPLIT + j) * 32 + 4 * piece);
-    __syncwarp();  // for the compiler: every load is on its way before any is waited for
+  for (int round = 0; round < ROUNDS; ++round) {
+    const int i = min(round * TEAM + thread, GROUPS * 6 - 1), group = i / 6, piece = i % 6;
 #pragma unroll
     for (int step = 1; step < SPLIT; step *= 2)
 #pragma unroll
       for (int j = 0; j < SPLIT; j += 2 * step)
 #pragma unroll
-        for (int k = 0; k < 4; ++k) parts[j].of[k] += parts[j + step].of[k];
-    *(Floats*)(sums + group * SUM_STRIDE + 4 * piece) = parts[0];
+        for (int k = 0; k < 4; ++k) parts[round][j].of[k] += parts[round][j + step].of[k];
+    *(Floats*)(sums + group * SUM_STRIDE + 4 * piece) = parts[round][0];
   }
-  if (threadIdx.x < GROUPS) sums[threadIdx.x * SUM_STRIDE + 24] = squares;
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
+}
+
+__device__ __forceinline__ void make_mixes(const Arguments& a, int block, float* sums) {
+  const int lane = threadIdx.x % 32, mix = min(lane, 23), thread = threadIdx.x % TEAM, place = threadIdx.x / TEAM;
+  const float factor = a.scale[mix < 4 ? 0 : mix < 8 ? 1 : 2], offset = a.base[mix];
+  wait_for_earlier_kernels();
+  const int row = block * MIX_ROWS + place;
+  sums += place * (GROUPS * SUM_STRIDE);
+  sum_groups(a.partial + (long long)min(row, a.rows - 1) * a.record_stride, sums, thread);
+  if (MIX_ROWS == 1) __syncthreads();
+  else __syncwarp();
+  if (thread >= 32 || row >= a.rows) return;
   float four[4] = {};
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) four[g % 4] += sums[g * SUM_STRIDE + min(lane, 24)];
   const float sum = (four[0] + four[1]) + (four[2] + four[3]);
   const float inverse = rsqrtf(__shfl_sync(~0u, sum, 24) / (4 * HIDDEN) + a.norm_eps);
   const float logit = factor * (inverse * sum) + offset;
-  float* mixes = a.mixes + (long long)row * 24;
-  if (lane < 8) {
-    const float gate = 1.0f / (1.0f + expf(-logit));
-    mixes[lane] = lane < 4 ? gate + a.hc_eps : 2.0f * gate;
-  }
   // Lanes 8 to 23 hold the matrix, four of them a row.
   float largest = fmaxf(logit, __shfl_xor_sync(~0u, logit, 1));
   largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
@@ -165,16 +169,24 @@ __device__ __forceinline__ void make_mixes(const Arguments& a, int row, float* s
   for (int i = 0; i < 4; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) c[i][j] = __shfl_sync(~0u, soft, 8 + 4 * i + j);
-  divide_columns(c, a.hc_eps);
+  float rows[4] = {1, 1, 1, 1}, columns[4], row_divisors[4] = {1, 1, 1, 1}, column_divisors[4] = {1, 1, 1, 1};
+  pass(c, false, rows, columns, column_divisors, a.hc_eps);
 #pragma unroll 1
   for (int i = 1; i < ITERATIONS; ++i) {
-    divide_rows(c, a.hc_eps);
-    divide_columns(c, a.hc_eps);
+    pass(c, true, columns, rows, row_divisors, a.hc_eps);
+    pass(c, false, rows, columns, column_divisors, a.hc_eps);
+  }
+  float* mixes = a.mixes + (long long)row * 24;
+  if (lane < 8) {
+    const float gate = 1.0f / (1.0f + expf(-logit));
+    mixes[lane] = lane < 4 ? gate + a.hc_eps : 2.0f * gate;
   }
   if (lane == 0)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Floats line = {c[i][0], c[i][1], c[i][2], c[i][3]};
+      Floats line;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) line.of[j] = c[i][j] * rows[i] * columns[j];
       *(Floats*)(mixes + 8 + 4 * i) = line;
     }
 }
@@ -233,26 +245,34 @@ __device__ __forceinline__ void store_rounded(const Arguments& a, const Words& x
 }
 
 __device__ __forceinline__ void norm(const Arguments& a, int row, int part) {
-  const int column = (part * THREADS + threadIdx.x) * 8, safe = min(column, HIDDEN - 8);
-  const bool exists = column < HIDDEN;
-  const long long at = (long long)row * HIDDEN + safe;
-  float weight[8];
-  load_norm(a, safe, weight);
+  const int first = (part * (THREADS * VECTORS) + threadIdx.x) * 8;
+  const Words* from = (const Words*)(a.h + (long long)row * HIDDEN);
+  float weight[VECTORS][8];
+  Words h[VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) load_norm(a, min(first + v * (THREADS * 8), HIDDEN - 8), weight[v]);
   wait_for_earlier_kernels();
-  const Words h = *(const Words*)(a.h + at);
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) h[v] = from[min(first + v * (THREADS * 8), HIDDEN - 8) / 8];
   const float sum = sum_of_squares(a.partial + (long long)row * a.record_stride + SLICES * 32);
   const float inverse = rsqrtf(sum / HIDDEN + a.norm_eps);
-  Words x;
 #pragma unroll
-  for (int p = 0; p < 4; ++p)
-    x.of[p] = pack(low_of(h.of[p]) * inverse * weight[2 * p], high_of(h.of[p]) * inverse * weight[2 * p + 1]);
-  if (exists) *(Words*)(a.x + at) = x;
-  if (ROUNDED || CODES || SCALES) store_rounded(a, x, at, exists);
+  for (int v = 0; v < VECTORS; ++v) {
+    const int column = min(first + v * (THREADS * 8), HIDDEN - 8);
+    const bool exists = first + v * (THREADS * 8) < HIDDEN;
+    const long long at = (long long)row * HIDDEN + column;
+    Words x;
+#pragma unroll
+    for (int p = 0; p < 4; ++p)
+      x.of[p] = pack(low_of(h[v].of[p]) * inverse * weight[v][2 * p], high_of(h[v].of[p]) * inverse * weight[v][2 * p + 1]);
+    if (exists) *(Words*)(a.x + at) = x;
+    if (ROUNDED || CODES || SCALES) store_rounded(a, x, at, exists);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hc_finish(const Arguments a) {
-  __shared__ __align__(16) float sums[GROUPS * SUM_STRIDE];
-  const int row = blockIdx.x / (PARTS + MIXES), part = (int)blockIdx.x % (PARTS + MIXES) - MIXES;
-  if (MIXES && part < 0) make_mixes(a, row, sums);
-  else norm(a, row, part);
+  __shared__ __align__(16) float sums[MIX_ROWS * GROUPS * SUM_STRIDE];
+  const int mix_blocks = MIXES ? (a.rows + MIX_ROWS - 1) / MIX_ROWS : 0, block = (int)blockIdx.x - mix_blocks;
+  if (MIXES && block < 0) make_mixes(a, blockIdx.x, sums);
+  else norm(a, block / PARTS, block % PARTS);
 }

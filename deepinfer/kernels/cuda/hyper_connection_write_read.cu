@@ -5,23 +5,35 @@
 // bf16: a float32 has 24 bits, so products with it are exact on tensor cores. Lane 4 g + q holds 8 neighbouring columns
 // of rows g and g + 8: with columns renamed alike on both sides, that is an operand of the tensor cores as it is.
 //
-// Sums over columns: a warp's 32, then 8 warps pairwise (here those of one block, the rest in the second kernel), then
-// groups of 256 columns. So a row's bits depend neither on the shape of the blocks nor on other rows.
+// Sums over columns: slices of 32, then 8 slices pairwise (in one warp, between the warps of a block, and the rest in the
+// second kernel), then groups of 256 columns. So a row's bits depend neither on the shape of the blocks nor on other rows.
 //
 // Compile-time constants: HIDDEN (a multiple of 256), KIND and K of the update (see hyper_connection/stages.py), WARPS
-// (side by side, 1, 2, 4 or 8), HALVES (sets of warps that share fn and take turns at the row tiles), FEATURE.
+// (side by side, a slice each), SERIAL (slices that a warp has one after the other, 1, 2 or 4; WARPS * SERIAL at most 8),
+// TILES (sets of warps that share fn, each with its own rows), LOOPS (a set may have more than one tile of 16 rows),
+// RESIDENT (blocks per multiprocessor, which bounds the registers), FEATURE.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 
 #ifndef THREADS
-#define THREADS (32 * WARPS * HALVES)
+#define THREADS (32 * WARPS * TILES)
 #endif
-#define SLICES (HIDDEN / (32 * WARPS))
-#define FN_WORDS (4 * 3 * 3 * 32)  // of 16 bytes, for a warp's columns
-#define SUM_STRIDE 28              // floats of a row of 26 sums
+#define SLICES (HIDDEN / (32 * WARPS * SERIAL))
+#define FN_WORDS (4 * 3 * 3 * 32)         // of 16 bytes, for 32 columns
+#define FN_SHARE (12 * SERIAL / TILES)    // of the 12 pieces of each slice, for one warp to prepare
+#define ROW_FLOATS 28                     // of a row of mixes (24 and a mask) or of 26 sums: 16-byte loads meet no bank twice
+#define TILE_FLOATS (16 * ROW_FLOATS)
+#define TURNS (LOOPS && WARPS > 1 ? 2 : 1)
+#define MASK 24                           // place of the mask of experts that count
+#define REGISTERS (65536 / (THREADS * RESIDENT))
+#define ROWS_IN_TURN (KIND >= 2 && REGISTERS < 160)  // no room for both rows' loads at once
+// Where fn is shared by many warps the split is short, and what matters more is that the trunk's loads do not wait for fn.
+#define SPLIT_LATE (!LOOPS && TILES >= 4 && REGISTERS >= 128)
 
 static_assert(HIDDEN % 256 == 0, "groups of 256 columns");
+static_assert(12 * SERIAL % TILES == 0, "equal shares of fn");
+static_assert(SERIAL <= 4 && WARPS * SERIAL <= 8 && (!SPLIT_LATE || SERIAL == 1), "shape");
 
 struct __align__(16) Words { u32 of[4]; };     // 8 bf16
 struct __align__(16) Floats { float of[4]; };
@@ -54,9 +66,8 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void meet_half(int half) {
-  if (half == 0) asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
-  else asm volatile("bar.sync 2, %0;" ::"n"(32 * WARPS) : "memory");
+__device__ __forceinline__ void meet_set(int set) {
+  asm volatile("bar.sync %0, %1;" ::"r"(set + 1), "n"(32 * WARPS) : "memory");
 }
 __device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -73,33 +84,75 @@ __device__ __forceinline__ u32 cut(float& low, float& high) {  // the upper 16 b
   return (a >> 16) | (b & 0xFFFF0000u);
 }
 
-// This half's share of the streams, split for the products; `mine` is this lane's place.
-__device__ __forceinline__ void prepare_fn(const Arguments& a, Words* mine, int half, int group, int column) {
-  const int count = 4 / HALVES;
-  Floats raw[count][3][2];
+// One warp's share of the fn of its column: loaded, and later split for the products.
+struct FnShare {
+  Floats raw[FN_SHARE][2];
+
+  __device__ __forceinline__ void fetch(const Arguments& a, int set, int group, int column) {
 #pragma unroll
-  for (int s = 0; s < count; ++s)
-#pragma unroll
-    for (int n = 0; n < 3; ++n) {
-      const float* from = a.fn + ((8 * n + group) * 4 + half * count + s) * (long long)HIDDEN + column;
-      raw[s][n][0] = *(const Floats*)from, raw[s][n][1] = *(const Floats*)(from + 4);
+    for (int i = 0; i < FN_SHARE; ++i) {
+      const int piece = set * FN_SHARE + i, slice = piece / 12, s = piece % 12 / 3, n = piece % 3;
+      const float* from = a.fn + ((8 * n + group) * 4 + s) * (long long)HIDDEN + column + 32 * slice;
+      raw[i][0] = *(const Floats*)from, raw[i][1] = *(const Floats*)(from + 4);
     }
-  __syncwarp();  // for the compiler: every load is on its way before any is waited for
+    __syncwarp();  // for the compiler: every load is on its way before any is waited for
+  }
+
+  __device__ __forceinline__ void split(Words* mine, int set) {  // `mine` is this lane's place
 #pragma unroll
-  for (int s = 0; s < count; ++s)
-#pragma unroll
-    for (int n = 0; n < 3; ++n)
+    for (int i = 0; i < FN_SHARE; ++i)
 #pragma unroll
       for (int part = 0; part < 3; ++part) {
         Words words;
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          Floats& pair = raw[s][n][p / 2];
+          Floats& pair = raw[i][p / 2];
           words.of[p] = cut(pair.of[p % 2 * 2], pair.of[p % 2 * 2 + 1]);
         }
-        mine[(((half * count + s) * 3 + n) * 3 + part) * 32] = words;
+        mine[((set * FN_SHARE + i) * 3 + part) * 32] = words;
       }
-}
+  }
+};
+
+// ---------------------------------------------------------------- mixes
+// Of 16 rows, in shared memory: write mix, stream mix, read mix, mask. A warp loads its own.
+struct TileMixes {
+  Floats parts[3];
+  u32 mask;
+
+  __device__ __forceinline__ void fetch(const Arguments& a, int first_row, int lane) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const int index = lane + 32 * i, piece = index % 6;
+      const long long row = min(first_row + index / 6, a.rows - 1);
+      const float* from = a.read_mix + row * a.read_stride;
+      if (KIND && piece < 5) from = piece ? a.stream_mix + row * a.mix_stride + 4 * (piece - 1) : a.write_mix + row * a.mix_stride;
+      parts[i] = *(const Floats*)from;
+    }
+#if KIND == 2
+    mask = ~0u;
+    if (a.experts) {
+      const long long row = min(first_row + lane % 16, a.rows - 1);
+      int experts[K];
+#pragma unroll
+      for (int k = 0; k < K; ++k) experts[k] = a.experts[row * K + k];
+      mask = 0;
+#pragma unroll
+      for (int k = 0; k < K; ++k) mask |= (experts[k] >= 0) << k;
+    }
+#endif
+  }
+
+  __device__ __forceinline__ void store(float* stage, int lane) const {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const int index = lane + 32 * i;
+      *(Floats*)(stage + index / 6 * ROW_FLOATS + index % 6 * 4) = parts[i];
+    }
+    if (KIND == 2 && lane < 16) stage[lane * ROW_FLOATS + MASK] = __uint_as_float(mask);
+    __syncwarp();
+  }
+};
 
 // ---------------------------------------------------------------- a tile
 // The update's parts at 8 columns of one row, and their sum: float32 values of bf16.
@@ -108,7 +161,6 @@ struct Update {
   Floats parts[K][2];
 #else
   Words parts[KIND == 2 ? K + 1 : 1];
-  bool counts[KIND == 2 ? K + 1 : 1];
 #endif
 
   __device__ __forceinline__ void fetch(const Arguments& a, long long row, int column) {
@@ -117,10 +169,7 @@ struct Update {
 #elif KIND == 2
     parts[0] = *(const Words*)(a.shared + row * HIDDEN + column);
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      counts[k + 1] = !a.experts || a.experts[row * K + k] >= 0;
-      parts[k + 1] = *(const Words*)((const u16*)a.update + (row * K + k) * HIDDEN + column);
-    }
+    for (int k = 0; k < K; ++k) parts[k + 1] = *(const Words*)((const u16*)a.update + (row * K + k) * HIDDEN + column);
 #elif KIND == 3
 #pragma unroll
     for (int k = 0; k < K; ++k)
@@ -130,15 +179,15 @@ struct Update {
 #endif
   }
 
-  __device__ __forceinline__ void sum(int pair, float& low, float& high) const {
+  __device__ __forceinline__ void sum(int pair, u32 mask, float& low, float& high) const {
 #if KIND == 1
     low = low_of(parts[0].of[pair]), high = high_of(parts[0].of[pair]);
 #elif KIND == 2
     low = low_of(parts[0].of[pair]), high = high_of(parts[0].of[pair]);
 #pragma unroll
     for (int k = 1; k <= K; ++k) {  // a select, not a factor: what nobody wrote may hold NaN
-      low += counts[k] ? low_of(parts[k].of[pair]) : 0.0f;
-      high += counts[k] ? high_of(parts[k].of[pair]) : 0.0f;
+      low += mask >> (k - 1) & 1 ? low_of(parts[k].of[pair]) : 0.0f;
+      high += mask >> (k - 1) & 1 ? high_of(parts[k].of[pair]) : 0.0f;
     }
 #elif KIND == 3
     low = parts[0][pair / 2].of[pair % 2 * 2], high = parts[0][pair / 2].of[pair % 2 * 2 + 1];
@@ -174,7 +223,6 @@ __device__ __forceinline__ void write(u32 (&streams)[4], float low, float high, 
 struct Row {
   Words streams[4];
   Update update;
-  Floats read_mix, write_mix, stream_mix[4];
   float of_h, of_trunk;  // sums of squares
 
   __device__ __forceinline__ void fetch(const Arguments& a, long long row, int column) {
@@ -183,16 +231,12 @@ struct Row {
     update.fetch(a, row, column);
   }
 
-  __device__ __forceinline__ void fetch_mixes(const Arguments& a, long long row) {
-    read_mix = *(const Floats*)(a.read_mix + row * a.read_stride);
-    if (KIND) {
-      write_mix = *(const Floats*)(a.write_mix + row * a.mix_stride);
+  __device__ __forceinline__ void write_and_read(const Arguments& a, const float* mixes, int row, int column) {
+    const Floats write_mix = *(const Floats*)mixes, read_mix = *(const Floats*)(mixes + 20);
+    Floats stream_mix[4];
 #pragma unroll
-      for (int s = 0; s < 4; ++s) stream_mix[s] = *(const Floats*)(a.stream_mix + row * a.mix_stride + 4 * s);
-    }
-  }
-
-  __device__ __forceinline__ void write_and_read(const Arguments& a, int row, int column) {
+    for (int s = 0; s < 4; ++s) stream_mix[s] = *(const Floats*)(mixes + 4 + 4 * s);
+    const u32 mask = KIND == 2 ? __float_as_uint(mixes[MASK]) : 0;
     Words h, feature;
     of_h = of_trunk = 0.0f;
 #pragma unroll
@@ -202,7 +246,7 @@ struct Row {
       for (int s = 0; s < 4; ++s) pair[s] = streams[s].of[p];
       if (KIND) {
         float low, high;
-        update.sum(p, low, high);
+        update.sum(p, mask, low, high);
         write(pair, low, high, write_mix, stream_mix);
       }
       float low = read_mix.of[0] * low_of(pair[0]), high = read_mix.of[0] * high_of(pair[0]);
@@ -258,64 +302,114 @@ __device__ __forceinline__ void products(float (&sums)[3][4], const Row (&rows)[
     for (int i = 0; i < 4; ++i) sums[n][i] = (part_sums[2][n][i] + part_sums[1][n][i]) + part_sums[0][n][i];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) hc_write_read(const Arguments a) {
-  extern __shared__ __align__(16) char shared[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS, half = threadIdx.x / (32 * WARPS);
-  const int group = lane / 4, quad = lane % 4, column = (blockIdx.x * WARPS + warp) * 32 + 8 * quad;
-  Words* mine = (Words*)shared + warp * FN_WORDS + lane;
-  // [2][WARPS][16][SUM_STRIDE], in turns
-  float* half_sums = (float*)((Words*)shared + WARPS * FN_WORDS) + half * (2 * WARPS * 16 * SUM_STRIDE);
+// What a slice, or some slices together, add to the sums of 16 rows: in lane 4 g + q those of rows g and g + 8.
+struct Sums {
+  float products[3][4], of_h[2], of_trunk[2];
 
-  prepare_fn(a, mine, half, group, column);  // does not depend on earlier kernels
+  __device__ __forceinline__ void add_to(const Sums& left) {
+#pragma unroll
+    for (int n = 0; n < 3; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) products[n][i] = left.products[n][i] + products[n][i];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) of_h[i] = left.of_h[i] + of_h[i], of_trunk[i] = left.of_trunk[i] + of_trunk[i];
+  }
+
+  // Of row 8 i + group: the products at `to`, the squares at their own places.
+  __device__ __forceinline__ void store(int i, int quad, float* to, float* square_of_h, float* square_of_trunk) const {
+#pragma unroll
+    for (int n = 0; n < 3; ++n) {
+      const Pair pair = {products[n][2 * i], products[n][2 * i + 1]};
+      *(Pair*)(to + 8 * n + 2 * quad) = pair;
+    }
+    if (quad == 0) *square_of_h = of_h[i], *square_of_trunk = of_trunk[i];
+  }
+};
+
+// Sums of the WARPS of a set, pairwise, from shared memory to the records.
+__device__ __forceinline__ void add_warps(const Arguments& a, const float* all, int tile) {
+  for (int i = threadIdx.x % (32 * WARPS); i < 16 * 26; i += 32 * WARPS) {
+    const int r = i / 26, sum = i % 26, row = tile * 16 + r;
+    float parts[WARPS];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) parts[w] = all[w * TILE_FLOATS + r * ROW_FLOATS + sum];
+#pragma unroll
+    for (int step = 1; step < WARPS; step *= 2)
+#pragma unroll
+      for (int w = 0; w < WARPS; w += 2 * step) parts[w] += parts[w + step];
+    if (row < a.rows)
+      a.partial[(long long)row * a.record_stride +
+                (sum < 24 ? (int)blockIdx.x * 32 + sum : (8 + sum) * SLICES + (int)blockIdx.x)] = parts[0];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) hc_write_read(const Arguments a) {
+  extern __shared__ __align__(16) char shared[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS, set = threadIdx.x / (32 * WARPS);
+  const int group = lane / 4, quad = lane % 4;
+  const int first_column = (blockIdx.x * WARPS + warp) * (32 * SERIAL) + 8 * quad;
+  Words* mine = (Words*)shared + warp * (SERIAL * FN_WORDS) + lane;
+  // [TURNS][WARPS][16][ROW_FLOATS] per set: first a warp's mixes, then its sums.
+  float* stages = (float*)((Words*)shared + WARPS * SERIAL * FN_WORDS) + set * (TURNS * WARPS * TILE_FLOATS);
+
+  FnShare fn;
+  fn.fetch(a, set, group, first_column);  // does not depend on earlier kernels
+  if (!SPLIT_LATE) fn.split(mine, set);
   wait_for_earlier_kernels();
-  if (HALVES > 1) __syncthreads();
-  int turn = 0;
-  for (int tile = blockIdx.y * HALVES + half; tile * 16 < a.rows; tile += a.row_groups * HALVES, turn ^= 1) {
-    Row rows[2];
+  if (!SPLIT_LATE) {
+    if (TILES > 1) __syncthreads();
+    else __syncwarp();
+  }
+  int tile = blockIdx.y * TILES + set, turn = 0;
+  do {
+    float* stage = stages + (turn * WARPS + warp) * TILE_FLOATS;
+    TileMixes mixes;
+    mixes.fetch(a, tile * 16, lane);
     // A row that does not exist may hold anything: it meets no other.
     const int safe[2] = {min(tile * 16 + group, a.rows - 1), min(tile * 16 + 8 + group, a.rows - 1)};
+    Sums sums, pair, four;
+#pragma unroll 1
+    for (int slice = 0; slice < SERIAL; ++slice) {
+      const int column = first_column + 32 * slice;
+      Row rows[2];
+      rows[0].fetch(a, safe[0], column);
+      if (!ROWS_IN_TURN) rows[1].fetch(a, safe[1], column);
+      __syncwarp();  // as above; and nobody needs the mixes of the tile before
+      if (SPLIT_LATE) {
+        fn.split(mine, set);
+        __syncthreads();
+      }
+      if (tile * 16 >= a.rows) break;
+      if (slice == 0) mixes.store(stage, lane);
+      rows[0].write_and_read(a, stage + group * ROW_FLOATS, tile * 16 + group, column);
+      if (ROWS_IN_TURN) rows[1].fetch(a, safe[1], column);
+      rows[1].write_and_read(a, stage + (8 + group) * ROW_FLOATS, tile * 16 + 8 + group, column);
+      products(sums.products, rows, mine + slice * FN_WORDS);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) rows[i].fetch(a, safe[i], column);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) rows[i].fetch_mixes(a, safe[i]);
-    __syncwarp();  // as above
-#pragma unroll
-    for (int i = 0; i < 2; ++i) rows[i].write_and_read(a, tile * 16 + 8 * i + group, column);
-    float sums[3][4];
-    products(sums, rows, mine);
-    float* own = half_sums + (turn * WARPS + warp) * (16 * SUM_STRIDE);
+      for (int i = 0; i < 2; ++i) sums.of_h[i] = over_quad(rows[i].of_h), sums.of_trunk[i] = over_quad(rows[i].of_trunk);
+      if (SERIAL > 1 && slice % 2 == 0) pair = sums;
+      if (slice % 2 == 1) sums.add_to(pair);
+      if (SERIAL > 2 && slice % 4 == 1) four = sums;
+      if (SERIAL > 2 && slice % 4 == 3) sums.add_to(four);
+    }
+    if (tile * 16 >= a.rows) break;
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float of_h = over_quad(rows[i].of_h), of_trunk = over_quad(rows[i].of_trunk);
       const int r = 8 * i + group, row = tile * 16 + r;
-      float* record = a.partial + (long long)row * a.record_stride;
-      float* to = WARPS > 1 ? own + r * SUM_STRIDE : record + blockIdx.x * 32;
-      if (WARPS == 1 && row >= a.rows) continue;
-#pragma unroll
-      for (int n = 0; n < 3; ++n) {
-        const Pair pair = {sums[n][2 * i], sums[n][2 * i + 1]};
-        *(Pair*)(to + 8 * n + 2 * quad) = pair;
-      }
-      if (quad == 0) {
-        *(WARPS > 1 ? to + 24 : record + SLICES * 32 + blockIdx.x) = of_h;
-        *(WARPS > 1 ? to + 25 : record + SLICES * 33 + blockIdx.x) = of_trunk;
+      if (WARPS > 1) {
+        float* to = stage + r * ROW_FLOATS;
+        sums.store(i, quad, to, to + 24, to + 25);
+      } else if (row < a.rows) {
+        float* record = a.partial + (long long)row * a.record_stride;
+        const int slice = blockIdx.x;
+        sums.store(i, quad, record + slice * 32, record + SLICES * 32 + slice, record + SLICES * 33 + slice);
       }
     }
-    if (WARPS == 1) continue;
-    meet_half(half);
-    const float* all = half_sums + turn * WARPS * (16 * SUM_STRIDE);
-    for (int i = threadIdx.x % (32 * WARPS); i < 16 * 26; i += 32 * WARPS) {
-      const int r = i / 26, sum = i % 26, row = tile * 16 + r;
-      float parts[WARPS];
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) parts[w] = all[w * (16 * SUM_STRIDE) + r * SUM_STRIDE + sum];
-#pragma unroll
-      for (int step = 1; step < WARPS; step *= 2)
-#pragma unroll
-        for (int w = 0; w < WARPS; w += 2 * step) parts[w] += parts[w + step];
-      if (row < a.rows)
-        a.partial[(long long)row * a.record_stride +
-                  (sum < 24 ? (int)blockIdx.x * 32 + sum : (8 + sum) * SLICES + (int)blockIdx.x)] = parts[0];
+    if (WARPS > 1) {
+      meet_set(set);
+      add_warps(a, stages + turn * WARPS * TILE_FLOATS, tile);
     }
-  }
+    tile += a.row_groups * TILES, turn ^= TURNS - 1;
+  } while (LOOPS && tile * 16 < a.rows);
 }

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from deepinfer.kernels.hyper_connection import launches_cuda as cuda
 from deepinfer.kernels.hyper_connection import stages
+from deepinfer.kernels.hyper_connection.launches_cuda import FinishShape
 from deepinfer.kernels.hyper_connection.parts import Mixes, PartialSums, mix_width, new_mixes
-
-MAX_CUDA_ROWS = 512
-"""Above, Triton is faster: 130 to 190 us at 8,192 rows on an H200, where the CUDA kernel takes 565."""
 
 
 class Finished(NamedTuple):
@@ -81,6 +79,7 @@ def hc_finish(
     scale_dtype: torch.dtype = torch.uint8,
     columns: int | None = None,
     num_warps: int | None = None,
+    shape: FinishShape | None = None,
     overlap: bool = True,
 ) -> Finished:
     """The normed input of a sublayer, rounded as its products want it, and the sublayer's mixes.
@@ -91,6 +90,7 @@ def hc_finish(
         scale_dtype: of the codes' scales, uint8 or float32.
         columns, num_warps: of one program of the Triton kernel, which they choose; ``columns`` a power of two of at
             least 32. No influence on the result.
+        shape: for the CUDA kernel; no influence on the result.
         overlap: the CUDA kernel may load its weights before the preceding kernel has ended.
     """
     rows, hidden = h.shape
@@ -104,11 +104,11 @@ def hc_finish(
     packed, mixes = new_mixes(h, rows, streams)
     finished = Finished(x, xq, codes, scales, mixes if wants_mixes else None)
     num_slices = partial.num_slices
-    is_free = columns is None and num_warps is None and rows <= MAX_CUDA_ROWS
+    is_free = columns is None and num_warps is None
     if is_free and cuda.accepts(streams, hidden, h.device) and cuda.accepts_slices(num_slices, hidden):
         cuda.finish(
             partial.records, num_slices, h, norm_weight, scale, base, norm_eps, hc_eps, iterations,
-            x, xq, codes, scales, packed if wants_mixes else None, overlap,
+            x, xq, codes, scales, packed if wants_mixes else None, shape or cuda.choose_finish_shape(rows), overlap,
         )  # fmt: skip
         return finished
     columns = columns or 512

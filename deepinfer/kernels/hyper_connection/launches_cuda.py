@@ -21,7 +21,7 @@ GROUP = 256
 _THREADS = 160
 _COLUMNS = 32
 _FN_BYTES = 4 * 3 * 3 * 32 * 16
-_SUM_BYTES = 2 * 16 * 28 * 4
+_TILE_BYTES = 16 * 28 * 4
 _SCALES = {None: 0, torch.uint8: 1, torch.float32: 2}
 
 
@@ -30,33 +30,83 @@ class Shape:
     """How the blocks of the first kernel are cut; no influence on any result."""
 
     warps: int
-    """Side by side, 32 columns each: 1, 2, 4 or 8."""
-    halves: int
-    """Sets of such warps that share ``fn``: 1 or 2."""
+    """Side by side, each with ``serial`` slices of 32 columns: 1, 2, 4 or 8."""
+    tiles: int
+    """Sets of such warps, each with 16 rows at a time, that share ``fn``."""
     row_groups: int = 0
-    """Blocks below one another; 0: one for each ``halves`` tiles of 16 rows."""
+    """Blocks below one another; 0: one for each ``tiles`` tiles of 16 rows."""
+    serial: int = 1
+    """Slices that a warp has one after the other: 1, 2 or 4; ``warps * serial`` is at most 8."""
+    resident: int = 1
+    """Blocks for which a multiprocessor's registers have to suffice."""
+
+    @property
+    def has_loop(self) -> bool:
+        return self.row_groups > 0
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps * self.tiles
 
     @property
     def shared_bytes(self) -> int:
-        sums = self.halves * self.warps * _SUM_BYTES if self.warps > 1 else 0
-        return self.warps * _FN_BYTES + sums
+        turns = 2 if self.has_loop and self.warps > 1 else 1
+        return self.warps * (self.serial * _FN_BYTES + self.tiles * turns * _TILE_BYTES)
 
     def grid(self, rows: int, hidden: int) -> tuple[int, int, int]:
-        tiles = -(-rows // (16 * self.halves))
-        return (hidden // (_COLUMNS * self.warps), min(tiles, self.row_groups or tiles), 1)
+        row_blocks = -(-rows // (16 * self.tiles))
+        slices = hidden // (_COLUMNS * self.warps * self.serial)
+        return (slices, min(row_blocks, self.row_groups or row_blocks), 1)
+
+    def defines(self) -> dict[str, int]:
+        """Compile-time constants."""
+        return {
+            "WARPS": self.warps, "SERIAL": self.serial, "TILES": self.tiles, "LOOPS": int(self.has_loop),
+            "RESIDENT": self.resident,
+        }  # fmt: skip
 
 
 def choose_shape(rows: int, has_parts: bool) -> Shape:
-    """Few rows: many small blocks. Many rows: every multiprocessor keeps its share of ``fn`` for many tiles.
+    """Few rows: every 16 of them, with 32 columns, are a warp's, and warps share ``fn`` as soon as they can. Many rows:
+    every multiprocessor keeps its share of ``fn`` for many tiles.
 
     Args:
         has_parts: the update is a sum of several tensors, which takes more registers.
     """
-    if rows <= 64:
+    if rows <= 16:
         return Shape(1, 1)
+    if rows <= 32:
+        return Shape(1, 2)
+    if rows <= 64:
+        return Shape(1, 4, resident=2)
+    if rows <= 128:
+        return Shape(2, 2, resident=3)
+    if rows <= 256:
+        return Shape(2, 2, resident=5)
     if rows <= 512:
-        return Shape(2, 1, 8) if has_parts else Shape(2, 2, 4)
-    return Shape(8, 1, 6) if has_parts else Shape(8, 2, 6)
+        return Shape(2, 2, 4, resident=3) if has_parts else Shape(2, 2, 8, resident=4)
+    return Shape(1, 6, 6, serial=4, resident=2)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishShape:
+    """How the blocks of the second kernel are cut; no influence on any result."""
+
+    vectors: int
+    """Of 8 columns, for each of 160 threads: 1, 2 or 4."""
+    shares_block: bool
+    """Five rows' mixes are made in one block, a warp each, instead of a block for each row's."""
+
+    def grid(self, rows: int, hidden: int, has_mixes: bool) -> tuple[int, int, int]:
+        blocks = -(-rows // (_THREADS // 32 if self.shares_block else 1)) if has_mixes else 0
+        return (blocks + rows * -(-hidden // (8 * _THREADS * self.vectors)), 1, 1)
+
+
+def choose_finish_shape(rows: int) -> FinishShape:
+    """Few rows: many small blocks. Many rows: as few blocks as keep their threads busy."""
+    if rows <= 64:
+        return FinishShape(1, False)
+    return FinishShape(2, True) if rows <= 256 else FinishShape(4, True)
 
 
 class _WriteReadArguments(ctypes.Structure):
@@ -115,7 +165,7 @@ def write_read(
 
     Args:
         update: from ``update_arguments``.
-        partial: ``[rows, stride]`` float32 for ``hidden / (32 * shape.warps)`` slices.
+        partial: ``[rows, stride]`` float32 for ``shape.grid(rows, hidden)[0]`` slices.
     """
     rows, _, hidden = trunk.shape
     if rows == 0:
@@ -128,13 +178,10 @@ def write_read(
         new_trunk.data_ptr(), h.data_ptr(), partial.data_ptr(), nvrtc.pointer(feature),
         rows, grid[1], mixes.write.stride(0) if mixes else 0, read_mix.stride(0), partial.stride(0),
     )  # fmt: skip
-    defines = {
-        "HIDDEN": hidden, "KIND": kind, "K": parts, "WARPS": shape.warps, "HALVES": shape.halves,
-        "FEATURE": int(feature is not None),
-    }  # fmt: skip
+    defines = shape.defines() | {"HIDDEN": hidden, "KIND": kind, "K": parts, "FEATURE": int(feature is not None)}
     source, entry, shared = "hyper_connection_write_read.cu", "hc_write_read", shape.shared_bytes
     kernel = nvrtc.load_kernel(source, entry, defines, trunk.device, shared_bytes=shared)
-    kernel.launch(grid, 32 * shape.warps * shape.halves, [arguments], shared_bytes=shared, overlap=overlap)
+    kernel.launch(grid, shape.threads, [arguments], shared_bytes=shared, overlap=overlap)
 
 
 def finish(
@@ -152,6 +199,7 @@ def finish(
     codes: Tensor | None,
     scales: Tensor | None,
     mixes: Tensor | None,
+    shape: FinishShape,
     overlap: bool,
 ) -> None:
     """Fill ``x``, ``rounded``, ``codes``, ``scales`` and ``mixes`` ``[rows, 24]``; arguments as of ``hc_finish``."""
@@ -166,10 +214,10 @@ def finish(
         "HIDDEN": hidden, "SLICES": num_slices, "ITERATIONS": iterations, "MIXES": int(mixes is not None),
         "NORM_BF16": int(norm_weight.dtype == torch.bfloat16), "ROUNDED": int(rounded is not None),
         "CODES": int(codes is not None), "SCALES": _SCALES[None if scales is None else scales.dtype],
+        "VECTORS": shape.vectors, "MIX_ROWS": _THREADS // 32 if shape.shares_block else 1,
     }  # fmt: skip
     kernel = nvrtc.load_kernel("hyper_connection_finish.cu", "hc_finish", defines, h.device)
-    blocks = -(-hidden // (8 * _THREADS)) + (mixes is not None)
-    kernel.launch((rows * blocks, 1, 1), _THREADS, [arguments], overlap=overlap)
+    kernel.launch(shape.grid(rows, hidden, mixes is not None), _THREADS, [arguments], overlap=overlap)
 
 
 def accepts_slices(num_slices: int, hidden: int) -> bool:

@@ -288,7 +288,7 @@ def finish_mixes(
     products = tl.load(record + index[:, None] * WIDTH + mix[None, :], mask, other=0.0)
     squares = tl.load(record + SLICES * (WIDTH + 1) + index, index < SLICES, other=0.0)
     tl.debug_barrier()  # a fence for the compiler: every load is on its way before any is waited for
-    products = tl.sum(products, axis=0)
+    products = sum_exactly(products, 0)
     of_trunk = sum_exactly(squares, 0)
     inverse = tl.rsqrt(of_trunk / (M * hidden) + norm_eps)
     logits = factor * (inverse * products) + offset

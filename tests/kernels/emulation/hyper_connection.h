@@ -6,8 +6,8 @@ static float __shfl_xor_sync(u32, float value, int step) {
   const int lane = threadIdx.x % 32;
   return __uint_as_float(exchange(__float_as_uint(value), [&](u32* v) { return v[lane ^ step]; }));
 }
-static Meeting halves[2];
-static void meet_half(int half) { meet(halves[half], THREADS / HALVES); }
+static Meeting sets[TILES];
+static void meet_set(int set) { meet(sets[set], THREADS / TILES); }
 
 static u32 pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static u32 code_of(float x) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from deepinfer.kernels import nvrtc
 from deepinfer.kernels.hyper_connection import launches_cuda as cuda
 from deepinfer.kernels.hyper_connection.finish import hc_finish
-from deepinfer.kernels.hyper_connection.launches_cuda import Shape
+from deepinfer.kernels.hyper_connection.launches_cuda import FinishShape, Shape
 from deepinfer.kernels.hyper_connection.parts import Mixes, Update
 from deepinfer.kernels.hyper_connection.write_read import hc_write_read
 from deepinfer.ops import number_formats as nf
@@ -30,7 +31,16 @@ pytestmark = [
 ]
 MARK = "// ---------------------------------------------------------------- "
 HIDDEN = 256
-SHAPES = [Shape(1, 1), Shape(2, 2, 1), Shape(4, 1, 2), Shape(8, 2)]
+SHAPES = [
+    Shape(1, 1),
+    Shape(2, 2, 1),
+    Shape(4, 1, 2),
+    Shape(8, 2),
+    Shape(1, 4),
+    Shape(2, 4, 1, serial=4),
+    Shape(1, 3, 1, serial=2),
+]
+FINISH_SHAPES = [FinishShape(1, False), FinishShape(2, True), FinishShape(4, True), FinishShape(4, False)]
 
 
 @functools.cache
@@ -39,10 +49,10 @@ def _emulator(source: str, entry: str, defines: tuple[tuple[str, int], ...]) -> 
     before, rest = text.split(MARK + "instructions")
     kernel = before + rest[rest.index(MARK) :]
     kernel = kernel.replace("extern __shared__ __align__(16) char shared[];", "char* shared = at(0);")
-    kernel = kernel.replace("__shared__ __align__(16) float sums[GROUPS * SUM_STRIDE];", "float* sums = (float*)at(0);")
+    kernel = re.sub(r"__shared__ __align__\(16\) float sums\[.*\];", "float* sums = (float*)at(0);", kernel)
     kernel = kernel.replace("#define THREADS 160\n", "")
-    constants = {"HALVES": 1, "CLUSTER": 1} | dict(defines)
-    constants["THREADS"] = 32 * constants["WARPS"] * constants["HALVES"] if "WARPS" in constants else 160
+    constants = {"TILES": 1, "CLUSTER": 1} | dict(defines)
+    constants["THREADS"] = 32 * constants["WARPS"] * constants["TILES"] if "WARPS" in constants else 160
     body = "static const Arguments* arguments;\n"
     body += f"static void call() {{ {entry}(*arguments); }}\n"
     body += 'extern "C" int emulate(const void* a, const int* grid) {\n'
@@ -75,7 +85,16 @@ def _emulate(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("form", "shape"),
-    [("plain", SHAPES[0]), ("plain", SHAPES[3]), ("experts", SHAPES[0]), ("absent", SHAPES[1]), ("splits", SHAPES[2])],
+    [
+        ("plain", SHAPES[0]),
+        ("plain", SHAPES[3]),
+        ("experts", SHAPES[0]),
+        ("absent", SHAPES[1]),
+        ("splits", SHAPES[2]),
+        ("absent", SHAPES[4]),
+        ("experts", SHAPES[5]),
+        ("plain", SHAPES[6]),
+    ],
 )
 def test_write_and_read_are_exact_where_sums_are(form: str, shape: Shape, device: torch.device):
     rows = 35
@@ -89,7 +108,7 @@ def test_write_and_read_are_exact_where_sums_are(form: str, shape: Shape, device
     assert torch.equal(done.h, hc_read(expected, read.double()))
     assert torch.equal(done.feature, expected.double().mean(1).bfloat16())
     slices = done.partial.num_slices
-    assert slices == HIDDEN // (32 * shape.warps)
+    assert slices == HIDDEN // (32 * shape.warps * shape.serial)
     records = done.partial.records.double()
     products = records[:, : slices * 32].unflatten(1, (slices, 32)).sum(1)[:, :24]
     torch.testing.assert_close(products, expected.double().flatten(1) @ fn.double().T, rtol=1e-6, atol=1e-3)
@@ -139,19 +158,43 @@ def test_sublayer_input_and_mixes_match_the_reference(weight_dtype: torch.dtype,
         torch.testing.assert_close(one, two, rtol=5e-6, atol=1e-7)
 
 
-def test_a_row_is_the_same_in_every_shape_and_batch(device: torch.device):
-    rows, chosen = 35, slice(34, 35)
+@pytest.mark.parametrize("rows", [1, 5, 17, 33, 130])
+def test_a_row_is_the_same_in_every_shape_and_batch(rows: int, device: torch.device):
+    chosen = slice(rows - 1, rows)
     trunk, read, fn, update, mixes = _inputs(rows, device)
     scale, base, norm = torch.ones(3).to(device), torch.randn(24).to(device), torch.ones(HIDDEN).to(device)
 
-    def run(part: slice, shape: Shape) -> list[Tensor]:
+    def run(part: slice, shape: Shape | None, finish_shape: FinishShape | None) -> list[Tensor]:
         own = Mixes(*(mix[part] for mix in mixes))
         done = hc_write_read(trunk[part], read[part], fn, update[part], own, shape=shape)
         eps = plain.NORM_EPS, plain.HC_EPS, plain.ITERATIONS
-        found = hc_finish(done.partial, done.h, norm, scale, base, *eps, wants_codes=True)
+        found = hc_finish(done.partial, done.h, norm, scale, base, *eps, wants_codes=True, shape=finish_shape)
         return [done.trunk, done.h, *found[:4], *found.mixes]
 
-    alone = run(chosen, SHAPES[0])
-    for shape in SHAPES:
-        for own, among in zip(alone, run(slice(None), shape), strict=True):
-            assert torch.equal(own, among[chosen])
+    everything = slice(None)
+    first = run(everything, SHAPES[0], FINISH_SHAPES[0])
+    runs = [(chosen, None, None), (everything, None, None)]
+    runs += [(everything, shape, FINISH_SHAPES[0]) for shape in SHAPES[1:]]
+    runs += [(everything, SHAPES[0], finish_shape) for finish_shape in FINISH_SHAPES[1:]]
+    for part, shape, finish_shape in runs if rows < 130 else runs[:4]:
+        for expected, found in zip(first, run(part, shape, finish_shape), strict=True):
+            assert torch.equal(expected[part], found), (shape, finish_shape)
+
+
+def test_no_number_of_rows_changes_the_kernels_sums(device: torch.device):
+    """Every shape that is ever chosen gives the bits of the first."""
+    rows = 3
+    trunk, read, fn, update, mixes = _inputs(rows, device)
+    scale, base, norm = torch.ones(3).to(device), torch.randn(24).to(device), torch.ones(HIDDEN).to(device)
+    numbers = (1, 17, 33, 65, 129, 257, 513, 8192)
+    chosen = {
+        (cuda.choose_shape(n, has_parts), cuda.choose_finish_shape(n)) for n in numbers for has_parts in (False, True)
+    }
+    results = []
+    for shape, finish_shape in chosen:
+        done = hc_write_read(trunk, read, fn, update, mixes, shape=shape)
+        eps = plain.NORM_EPS, plain.HC_EPS, plain.ITERATIONS
+        found = hc_finish(done.partial, done.h, norm, scale, base, *eps, wants_codes=True, shape=finish_shape)
+        results.append([done.trunk, done.h, *found[:4], *found.mixes])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
