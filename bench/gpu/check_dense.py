@@ -1,9 +1,9 @@
-"""Dense products on a GPU: bits and errors against float64, times over floor, a search over configurations.
+"""Dense products on a GPU: bits and errors against float64, times over floor, candidates for the plans.
 
-    python bench/gpu/check_dense.py [--json FILE] [--only few,many,bf16]
+    python bench/gpu/check_dense.py [--json FILE] [--only few,many,bf16,times]
 
-By default it checks every kernel and times the plans of deepinfer/kernels/dense/plans.py. ``--only`` also takes
-``search_ring``, ``search_few`` and ``search_many``, which try other configurations.
+By default it checks every kernel and times the plans of deepinfer/kernels/dense/plans.py. ``--only compare`` measures
+the candidates of dense_candidates.py instead, to write those plans from.
 
 Times are medians of 5 replays of a CUDA graph whose launches rotate over more weights than L2 holds, per launch. Each
 part runs in a process of its own, so that one that breaks the CUDA context does not take the others along.
@@ -17,14 +17,12 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -32,91 +30,54 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.gpu import dense_compare
+from bench.gpu.dense_cases import (
+    BF16_SHAPES,
+    COLD_US,
+    LAYER,
+    SHAPES,
+    Job,
+    compile_one,
+    exact_product,
+    exact_wide,
+    floor_us,
+    guarded,
+    linear_of,
+    packed_copies,
+    random_fp8,
+    random_x,
+    report,
+    results,
+    time_us,
+)
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.dense import packing, plans, skinny_cuda, wgmma_cuda
+from deepinfer.kernels.dense import plans, skinny_cuda, wgmma_cuda
 from deepinfer.kernels.dense.linear import Bf16Linear, Fp8Linear, _cublas
 
-BYTES_PER_S, BF16_FLOPS = 4.2e12, 770e12
-ROTATION_BYTES = 240e6
-# name -> (N, K, groups); the cold read of a buffer of that size, measured with a plain kernel
-SHAPES = {
-    "wq_a+wkv": (1792, 5120, 1),
-    "wq_b": (32768, 1280, 1),
-    "wq_b+index": (36864, 1280, 1),
-    "wo_a": (8192, 4096, 8),
-    "wo_b": (5120, 8192, 1),
-    "gate_up": (4608, 5120, 1),
-    "down": (5120, 2304, 1),
-}
-LAYER = ("wq_a+wkv", "wq_b", "wo_a", "wo_b", "gate_up", "down")
-COLD_US = {
-    "wq_a+wkv": 4.0,
-    "wq_b": 11.3,
-    "wq_b+index": 12.6,
-    "wo_a": 9.4,
-    "wo_b": 11.3,
-    "gate_up": 7.1,
-    "down": 4.5,
-}
-BF16_SHAPES = {"compressor": (1024, 5120), "router": (384, 5120), "weights_proj": (32, 5120), "index wk": (128, 512)}
 G = skinny_cuda.Geometry
 P = skinny_cuda.Pipeline
-results: list[dict] = []
-
-
-def guarded(name: str, action: Callable[[], None]) -> None:
-    try:
-        action()
-    except Exception:
-        lines = traceback.format_exc().strip().splitlines()
-        print(f"FAIL {name}: raised\n    " + "\n    ".join(lines[-6:]), flush=True)
-        results.append({"case": name, "error": lines[-1]})
-
-
-def random_fp8(n: int, k: int, integers: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
-    g = torch.Generator(device="cuda").manual_seed(seed)
-    if integers:
-        values = torch.randint(-8, 9, (n, k), generator=g, device="cuda").float()
-        codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
-        scales = torch.randint(126, 129, (-(-n // 32), -(-k // 32)), generator=g, device="cuda").to(torch.uint8)
-        return codes, scales
-    codes = torch.randint(0, 254, (n, k), generator=g, device="cuda", dtype=torch.int16)
-    codes = (codes + (codes >= 0x7F)).to(torch.uint8)
-    return codes, torch.randint(114, 124, (-(-n // 32), -(-k // 32)), generator=g, device="cuda").to(torch.uint8)
-
-
-def random_x(rows: int, k: int, integers: bool, seed: int = 1) -> Tensor:
-    g = torch.Generator(device="cuda").manual_seed(seed)
-    if integers:
-        return torch.randint(-2, 3, (rows, k), generator=g, device="cuda").bfloat16()
-    from deepinfer.ops.number_formats import q8_round
-
-    return q8_round(torch.randn(rows, k, generator=g, device="cuda").bfloat16()).bfloat16()
-
-
-def exact_wide(codes: Tensor, scales: Tensor) -> Tensor:
-    n, k = codes.shape
-    factors = torch.exp2(scales.double() - 127).repeat_interleave(32, 0)[:n].repeat_interleave(32, 1)[:, :k]
-    return codes.view(torch.float8_e4m3fn).float().double() * factors
-
-
-def exact_product(x: Tensor, wide: Tensor, groups: int) -> Tensor:
-    rows, n = x.shape[0], wide.shape[0]
-    parts = wide.view(groups, n // groups, -1)
-    return torch.einsum("rgk,gnk->rgn", x.double().view(rows, groups, -1), parts).flatten(1)
-
-
-def report(name: str, ok: bool, detail: str = "") -> None:
-    print(f"{'PASS' if ok else 'FAIL'} {name} {detail}", flush=True)
-    results.append({"case": name, "pass": ok, "detail": detail})
+T = wgmma_cuda.Tile
+SHARED_TILES = (
+    T(16, 2, 1, 4, 1, 2),
+    T(48, 5, 1, 4, 1),
+    T(64, 4, 1, 4, 1, 2),
+    T(128, 2, 2, 5, 1, 2),
+    T(256, 2, 1, 5, 1, 4),
+)
 
 
 def kernel_of(kind: str, packed: tuple, shape: tuple[int, int, int]):
-    """A kernel that takes any number of rows: ``skinny``, ``ring`` or ``wgmma``; None where it refuses the shape."""
+    """A kernel that takes any number of rows: ``skinny``, ``ring``, ``wgmma`` or, in large clusters, ``shared``.
+
+    None where it refuses the shape.
+    """
     n, k, groups = shape
-    if kind == "wgmma":
-        accepted = wgmma_cuda.WgmmaProduct.accepts((n, k), groups)
-        return wgmma_cuda.WgmmaProduct(*packed, (n, k), groups) if accepted else None
+    if kind in ("wgmma", "shared"):
+        if not wgmma_cuda.WgmmaProduct.accepts((n, k), groups):
+            return None
+        slices, tiles = (None, wgmma_cuda.TILES) if kind == "wgmma" else (2, SHARED_TILES)
+        many = wgmma_cuda.WgmmaProduct(*packed, (n, k), groups, slices, tiles)
+        return many if many.tiles else None
     if kind == "skinny":
         return skinny_cuda.SkinnyProduct(*packed, (n, k), groups)
     geometry, pipelines = ring_check(n, k, groups)
@@ -183,51 +144,6 @@ def check(name: str, n: int, k: int, groups: int, all_rows: tuple[int, ...], kin
         report(f"{kind} {name}: a row's bits are the same in every batch", same)
 
 
-def time_us(launch: Callable[[int], None], num: int) -> float:
-    """Microseconds per launch; ``launch(i)`` queues number ``i`` of ``num``."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        launch(0)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(num):
-                launch(i)
-        graph.replay()
-        times = []
-        for _ in range(5):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / num)
-    return statistics.median(times)
-
-
-def packed_copies(n: int, k: int, fp8: bool = True) -> list[tuple[Tensor, Tensor | None]]:
-    """Random packed weights, more than L2 holds."""
-    count = max(2, -(-int(ROTATION_BYTES) // (n * k * (1 if fp8 else 2))))
-    count = min(count, 96)
-    blocks, chunks = -(-n // 32), -(-k // (64 if fp8 else 32))
-    copies: list[tuple[Tensor, Tensor | None]] = []
-    for _ in range(count):
-        if fp8:
-            packed = torch.randint(0, 256, (blocks, chunks, 2048), device="cuda", dtype=torch.uint8)
-            scales = packing.pack_scales(
-                torch.randint(114, 124, (blocks, 2 * chunks), device="cuda", dtype=torch.uint8)
-            )
-            copies.append((packed, scales))
-        else:
-            copies.append((torch.randn(blocks, chunks, 1024, device="cuda").bfloat16(), None))
-    return copies
-
-
-def floor_us(n: int, k: int, groups: int, rows: int, weight_bytes: float = 1.001) -> float:
-    moved = n * k * weight_bytes + rows * (groups * k + n) * 2
-    return max(moved / BYTES_PER_S, 2 * n * k * rows / BF16_FLOPS) * 1e6
-
-
 def times(all_rows: tuple[int, ...]) -> None:
     """The planned kernels by rows: plain, overlapped with the kernel before, and with an earlier start of the next."""
     sums: dict[int, dict[str, float]] = {}
@@ -257,7 +173,10 @@ def times(all_rows: tuple[int, ...]) -> None:
                     print(f"FAIL {name} rows {rows} {label}: {str(error)[:200]}")
             shown = "  ".join(f"{key} {row[key]:.2f}" for key in ("floor", *paths) if key in row)
             path = "widen" if product is None else kind
-            print(f"{name:11} rows {rows:5} {path:5} cold read {COLD_US[name]:5.1f} | {shown} us", flush=True)
+            print(
+                f"{name:11} rows {rows:5} {path:5} cold read {COLD_US.get(name, float('nan')):5.1f} | {shown} us",
+                flush=True,
+            )
             results.append(row)
             if name in LAYER:
                 entry = sums.setdefault(rows, {})
@@ -293,14 +212,6 @@ def active_clusters() -> None:
     results.append({"active_clusters": found})
 
 
-def linear_of(packed: tuple, n: int, k: int, groups: int, plan: tuple[plans.Step, ...]) -> Fp8Linear:
-    """An operator over weights that are packed already."""
-    linear = Fp8Linear.__new__(Fp8Linear)
-    linear.num_outputs, linear.num_inputs, linear.groups, linear._stored = n, k, groups, None
-    linear._use_packed(*packed, plan)
-    return linear
-
-
 def early_plan(n: int, k: int, groups: int) -> tuple[plans.Step, ...]:
     """The plan with the other moment at which the few-row kernel lets the next kernel start."""
     steps: list[plans.Step] = []
@@ -310,145 +221,6 @@ def early_plan(n: int, k: int, groups: int) -> tuple[plans.Step, ...]:
             step = dataclasses.replace(step, pipelines=pipelines)
         steps.append(step)
     return tuple(steps)
-
-
-def ring_candidates(n: int, k: int, groups: int, rows: int) -> list[tuple[skinny_cuda.Geometry, skinny_cuda.Pipeline]]:
-    """Geometries with equal shares for one or two CTAs per SM, and rings of several sizes."""
-    found, row_tiles = [], 1 if rows <= 8 else 2 if rows <= 16 else 4
-    chunks, blocks = -(-k // 64), n // 32
-    for per_sm in (1, 2):
-        geometries = skinny_cuda.equal_shares(blocks, chunks, blocks // groups, 132 * per_sm)
-        shares = [g.row_warps * -(-chunks // g.cluster) for g in geometries]
-        kept = [g for g, share in zip(geometries, shares, strict=True) if share <= 1.16 * shares[0]][:4]
-        for base in kept:
-            for factor in (1, 2, 3, 4):
-                g = dataclasses.replace(base, k_warps=base.k_warps * factor)
-                warps, per_warp = g.row_warps * g.k_warps, -(-chunks // (g.cluster * g.k_warps))
-                if warps > 20 or per_warp < 2:
-                    continue
-                depths = {max(2, min(per_warp, kb * 1024 // per_sm // (2048 * warps))) for kb in (56, 96, 150)}
-                for depth in sorted(depths):
-                    pipeline = P(row_tiles, depth, per_sm, ring=True, early=True)
-                    packed = torch.empty(blocks, chunks, 1)
-                    try:
-                        product = skinny_cuda.SkinnyProduct(packed, packed, (n, k), groups, g, (pipeline,))
-                    except AssertionError:
-                        continue
-                    if (product.shared_bytes(pipeline) + 1280) * per_sm <= 227 * 1024:
-                        found.append((g, pipeline))
-    return found
-
-
-RING_ROWS = (1, 8, 16, 32)
-
-
-def search_ring() -> None:
-    for name, shape in SHAPES.items():
-        guarded(f"search ring {name}", lambda: search_ring_shape(name, *shape))  # noqa: B023
-
-
-def search_ring_shape(name: str, n: int, k: int, groups: int) -> None:
-    copies = packed_copies(n, k)
-    by_geometry: dict[skinny_cuda.Geometry, dict[int, float]] = {}
-    for rows in RING_ROWS:
-        x, out = random_x(rows, groups * k, False), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-
-        def measure(g: skinny_cuda.Geometry, p: skinny_cuda.Pipeline, overlap: bool) -> float:
-            try:
-                products = [skinny_cuda.SkinnyProduct(*copy, (n, k), groups, g, (p,)) for copy in copies]
-                count = len(products)
-                return time_us(lambda i: products[i % count](x, out, False, overlap), 2 * count)  # noqa: B023
-            except nvrtc.KernelError as error:
-                print(f"FAIL {name} {g} {p}: {str(error)[:150]}")
-                return float("inf")
-
-        table = []
-        for g, p in ring_candidates(n, k, groups, rows):
-            plain, early = measure(g, p, False), measure(g, p, True)
-            table.append((min(plain, early), plain, early, g, p))
-            fastest = by_geometry.setdefault(g, {})
-            fastest[rows] = min(fastest.get(rows, float("inf")), plain, early)
-            results.append({"ring": name, "rows": rows, "plain": plain, "early": early, "g": str(g), "p": str(p)})
-        print(f"search ring {name} rows {rows}: floor {floor_us(n, k, groups, rows):.2f}, {len(table)} tried")
-        by_plain = sorted(table, key=lambda entry: entry[1])[:3]
-        for _, plain, early, g, p in sorted(table, key=lambda entry: entry[0])[:4] + by_plain:
-            print(f"    plain {plain:6.2f} early {early:6.2f} us  wm {g.row_warps} wk {g.k_warps} cluster {g.cluster} "
-                  f"depth {p.depth} per SM {p.min_ctas}")  # fmt: skip
-    common = [
-        (sum(us[r] for r in RING_ROWS[:3]), g, us) for g, us in by_geometry.items() if set(RING_ROWS[:3]) <= set(us)
-    ]
-    for total, g, us in sorted(common, key=lambda entry: entry[0])[:3]:
-        shown = "  ".join(f"{r}: {t:.2f}" for r, t in us.items())
-        print(f"    common {total:6.2f} wm {g.row_warps} wk {g.k_warps} cluster {g.cluster} | {shown}", flush=True)
-
-
-def candidates(n: int, k: int, groups: int) -> list[skinny_cuda.Geometry]:
-    """Geometries worth a try: 100 to 1400 CTAs, two to ten chunks per warp and pass."""
-    found = []
-    chunks, blocks = -(-k // 64), n // 32
-    for row_warps, k_warps in ((1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)):
-        if blocks // groups % row_warps != 0:
-            continue
-        for cluster in (1, 2, 4, 8):
-            ctas, per_warp = -(-blocks // row_warps) * cluster, chunks / cluster / k_warps
-            if 100 <= ctas <= 1400 and 2 <= per_warp <= 20 and chunks / cluster <= 64:
-                found.append(G(row_warps, k_warps, cluster))
-    return found
-
-
-def ctas_for(geometry: skinny_cuda.Geometry, registers: int) -> int:
-    return max(1, min(2048 // geometry.threads, 65536 // (registers * geometry.threads)))
-
-
-def search(rows_list: tuple[int, ...] = (1, 16)) -> None:
-    for name, (n, k, groups) in SHAPES.items():
-        guarded(f"search {name}", lambda: search_shape(name, n, k, groups, rows_list))  # noqa: B023
-
-
-def search_shape(name: str, n: int, k: int, groups: int, rows_list: tuple[int, ...]) -> None:
-    copies = packed_copies(n, k)
-    for rows in rows_list:
-        x, out = random_x(rows, groups * k, False), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-
-        def measure(geometry: skinny_cuda.Geometry, pipeline: skinny_cuda.Pipeline, overlap: bool = False) -> float:
-            try:
-                products = [skinny_cuda.SkinnyProduct(*copy, (n, k), groups, geometry, (pipeline,)) for copy in copies]
-                num = len(products) * 2
-                return time_us(lambda i: products[i % len(products)](x, out, False, overlap), num)  # noqa: B023
-            except (nvrtc.KernelError, AssertionError):
-                return float("inf")
-
-        table = []
-        for geometry in candidates(n, k, groups):
-            pipeline = search_pipeline(geometry, rows)
-            table.append((measure(geometry, pipeline), geometry, pipeline))
-        table.sort(key=lambda entry: entry[0])
-        best = table[0]
-        pipelines = [P(best[2].row_tiles, d, ctas_for(best[1], r), hint) for d, r, hint in search_steps(rows)]
-        product = skinny_cuda.SkinnyProduct(*copies[0], (n, k), groups, best[1], pipelines)
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(compile_one, [("dense_skinny", product.defines(p, False, False)) for p in pipelines]))
-        tuned = [(measure(best[1], pipeline), best[1], pipeline) for pipeline in pipelines]
-        overlapped = measure(best[1], best[2], True)
-        default = skinny_cuda.choose_geometry(n // 32, -(-k // 64), n // 32 // groups, 24)
-        at_default = [t for t, g, _ in table if g == default]
-        print(f"search {name} rows {rows}: default {default} {at_default} best overlapped {overlapped:.2f}")
-        for t, g, p in table[:5] + sorted(tuned, key=lambda entry: entry[0])[:4]:
-            print(f"    {t:6.2f} us  wm {g.row_warps} wk {g.k_warps} cluster {g.cluster}  depth {p.depth} "
-                  f"ctas {p.min_ctas} hint {p.load_hint}")  # fmt: skip
-        sys.stdout.flush()
-        for t, g, p in table + tuned:
-            results.append({"search": name, "rows": rows, "us": t, "geometry": str(g), "pipeline": str(p)})
-
-
-def search_pipeline(geometry: skinny_cuda.Geometry, rows: int) -> skinny_cuda.Pipeline:
-    tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
-    return P(tiles, 4 if tiles < 4 else 3, ctas_for(geometry, 128 if tiles < 4 else 168))
-
-
-def search_steps(rows: int) -> tuple[tuple[int, int, int], ...]:
-    """(depth, registers, load hint) to try at the best geometry."""
-    return ((2, 96, 0), (3, 96, 0), (3, 128, 0), (5, 168, 0), (6, 168, 0), (4, 128, 1), (4, 128, 2))
 
 
 def bf16_times() -> None:
@@ -479,70 +251,9 @@ def bf16_times() -> None:
             print("bf16 " + "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v}" for k, v in row.items()))
 
 
-def wgmma_tiles(rows: int) -> list[wgmma_cuda.Tile]:
-    """Tiles worth a try for a number of rows."""
-    T = wgmma_cuda.Tile  # noqa: N806
-    return {
-        1: [T(16, 2, 1, 8, 2), T(16, 2, 1, 5, 4), T(16, 2, 2, 5, 2)],
-        16: [T(16, 2, 1, 8, 2), T(16, 2, 1, 5, 4), T(16, 2, 2, 5, 2)],
-        32: [T(32, 2, 1, 8, 2), T(32, 2, 1, 4, 3), T(32, 2, 2, 5, 2)],
-        64: [T(64, 2, 1, 6, 2), T(64, 2, 1, 4, 2), T(64, 2, 1, 8, 1), T(64, 2, 2, 8, 1)],
-        128: [T(128, 2, 1, 8, 1), T(128, 2, 1, 4, 2), T(128, 2, 2, 6, 1), T(64, 2, 2, 8, 1)],
-        256: [T(256, 2, 1, 5, 1), T(128, 2, 2, 6, 1), T(128, 2, 1, 4, 2)],
-    }[rows]
-
-
-SEARCH_ROWS = (1, 16, 32, 64, 128, 256)
-
-
-def wgmma_clusters(n: int, k: int) -> list[int]:
-    tiles, chunks = n // 128, -(-k // 64)
-    return [c for c in (1, 2, 3, 4, 6, 8) if 100 <= tiles * c <= 330 and chunks / c >= 4]
-
-
-def search_many() -> None:
-    for name, (n, k, groups) in SHAPES.items():
-        copies = packed_copies(n, k)
-        for rows in SEARCH_ROWS:
-            x, out = random_x(rows, groups * k, False), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-            table = []
-            for cluster in wgmma_clusters(n, k):
-                for tile in wgmma_tiles(rows):
-                    try:
-                        products = [wgmma_cuda.WgmmaProduct(*c, (n, k), groups, cluster, (tile,)) for c in copies]
-                        if not products[0].tiles:
-                            continue
-                        us = time_us(
-                            lambda i, all=products, x=x, y=out: all[i % len(all)](x, y, False, True), 2 * len(copies)
-                        )
-                    except nvrtc.KernelError as error:
-                        print(f"FAIL {name} {cluster} {tile}: {str(error)[:150]}")
-                        continue
-                    table.append((us, cluster, tile))
-                    results.append({"search": name, "rows": rows, "us": us, "cluster": cluster, "tile": str(tile)})
-            table.sort(key=lambda entry: entry[0])
-            default = wgmma_cuda.choose_cluster(n, -(-k // 64))
-            print(
-                f"search wgmma {name} rows {rows}: default cluster {default}, floor {floor_us(n, k, groups, rows):.2f}"
-            )
-            for us, cluster, t in table[:4]:
-                print(
-                    f"    {us:6.2f} us  cluster {cluster} {t.weight_rows} x {t.rows} {t.stages} stages {t.min_ctas}/SM"
-                )
-            sys.stdout.flush()
-
-
-def compile_one(job: tuple[str, dict[str, int]]) -> str:
-    try:
-        nvrtc.compile_cubin(job[0] + ".cu", job[1], "sm_90a")
-        return ""
-    except Exception as error:
-        return str(error)[:400]
-
-
 def compile_ahead(parts: set[str]) -> None:
     """Everything that will be launched, on all cores, before CUDA is touched."""
-    jobs: list[tuple[str, dict[str, int]]] = []
+    jobs: list[Job] = []
     every, plain = ((False, False), (False, True), (True, False)), ((False, False),)
 
     def few(shape: tuple, geometry: skinny_cuda.Geometry | None, pipelines: tuple, outputs: tuple) -> None:
@@ -552,11 +263,11 @@ def compile_ahead(parts: set[str]) -> None:
         for p in product.pipelines:
             jobs.extend(("dense_skinny", product.defines(p, *output)) for output in outputs)
 
-    def many(shape: tuple, cluster: int | None, tiles: tuple, outputs: tuple) -> None:
+    def many(shape: tuple, slices: int | None, tiles: tuple, outputs: tuple) -> None:
         n, k, groups = shape
         packed = torch.empty(-(-n // 32), -(-k // 64), 1)
         if wgmma_cuda.WgmmaProduct.accepts((n, k), groups):
-            product = wgmma_cuda.WgmmaProduct(packed, packed, (n, k), groups, cluster, tiles)
+            product = wgmma_cuda.WgmmaProduct(packed, packed, (n, k), groups, slices, tiles)
             for t in product.tiles:
                 jobs.extend(("dense_wgmma", product.defines(t, *output)) for output in outputs)
 
@@ -565,7 +276,7 @@ def compile_ahead(parts: set[str]) -> None:
             if isinstance(step, plans.Few):
                 few((*shape, True), step.geometry, step.pipelines, outputs)
             else:
-                many(shape, step.cluster, step.tiles, outputs)
+                many(shape, step.slices, step.tiles, outputs)
 
     if "few" in parts:
         for shape in CHECKED.values():
@@ -574,26 +285,14 @@ def compile_ahead(parts: set[str]) -> None:
     if "many" in parts:
         for shape in CHECKED.values():
             many(shape, None, wgmma_cuda.TILES, every)
+            many(shape, 2, SHARED_TILES, every)
             planned(shape, plans.plan(*shape), every)
     if "times" in parts:
         for shape in SHAPES.values():
             planned(shape, plans.plan(*shape), plain)
             planned(shape, early_plan(*shape), plain)
-    if "search_ring" in parts:
-        for shape in SHAPES.values():
-            for rows in RING_ROWS:
-                for geometry, pipeline in ring_candidates(*shape, rows):
-                    few((*shape, True), geometry, (pipeline,), plain)
-    if "search_few" in parts:
-        for shape in SHAPES.values():
-            for geometry in candidates(*shape):
-                for rows in (1, 16):
-                    few((*shape, True), geometry, (search_pipeline(geometry, rows),), plain)
-    if "search_many" in parts:
-        for shape in SHAPES.values():
-            for cluster in wgmma_clusters(*shape[:2]):
-                for rows in SEARCH_ROWS:
-                    many(shape, cluster, tuple(wgmma_tiles(rows)), plain)
+    if "compare" in parts:
+        jobs += dense_compare.jobs()
     if "bf16" in parts:
         for n, k in BF16_SHAPES.values():
             few((n, k, 1, False), None, skinny_cuda.PIPELINES, (plain[0], (True, False)))
@@ -630,21 +329,18 @@ def run_part(part: str) -> None:
         check_all(("skinny", "ring"), (1, 3, 8, 9, 16, 17, 32, 33, 64, 70), (1, 8, 16, 30))
     elif part == "bf16":
         guarded("bf16", bf16_times)
-    elif part == "search_few":
-        guarded("search", search)
     elif part == "many":
-        check_all(("wgmma",), (1, 17, 33, 64, 70, 129, 256, 300), (33, 70, 256))
+        check_all(("wgmma", "shared"), (1, 17, 33, 64, 70, 129, 256, 300), (33, 70, 256))
         check_all(("default",), (1, 17, 64, 129, 300), (1, 8, 16, 32, 70, 256))
     elif part == "times":
         guarded("active clusters", active_clusters)
         guarded("times", lambda: times((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192)))
-    elif part == "search_ring":
-        guarded("search ring", search_ring)
-    elif part == "search_many":
-        guarded("search", search_many)
+    elif part == "compare":
+        guarded("active clusters", active_clusters)
+        guarded("compare", dense_compare.compare)
 
 
-PARTS = ("few", "bf16", "many", "times", "search_ring", "search_few", "search_many")
+PARTS = ("few", "bf16", "many", "times", "compare")
 USUAL = PARTS[:4]
 
 
@@ -666,7 +362,7 @@ def main() -> None:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             try:
                 command = [sys.executable, __file__, "--part", part, "--json", file.name]
-                status = subprocess.run(command, timeout=90).returncode
+                status = subprocess.run(command, timeout=100).returncode
                 print(f"== {part} ended with {status}", flush=True)
                 everything += json.loads(Path(file.name).read_text() or "[]")
             except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:

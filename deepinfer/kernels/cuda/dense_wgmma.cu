@@ -4,157 +4,94 @@
 // (deepinfer/kernels/dense/packing.py) from shared memory and decodes them in place to exact bf16. The activations are
 // operand B, in shared memory with the 128-byte swizzle. One producer thread streams both through a ring of stages.
 //
-// A CTA owns MT weight rows, NB activation rows and one K slice; the CLUSTER CTAs of a cluster own the K slices of the
-// same outputs and add their sums in the order of K through distributed shared memory. The order of summation depends
-// on the shape alone, not on the number of rows.
+// A CTA owns MT weight rows, NB activation rows and one K slice. A cluster has SLICES x MULTICAST CTAs:
+// - the SLICES own the K slices of the same outputs and add their sums in the order of K through distributed shared
+//   memory. The order of summation depends on the shape and on SLICES alone, not on the number of rows;
+// - MULTICAST neighbouring weight tiles need the same activations. Each loads its share of them for all: L2, which is
+//   read 1 / MULTICAST as often, would otherwise bound the kernel.
 //
 // Compile-time constants: N (a multiple of 32), OUT_N (columns of y that exist), K, GROUP_N (weight rows that share an
-// input); WGS (consumer warpgroups), MF (64-row tiles of each), NB (activation rows: 16, 32, 64, 128 or 256), CLUSTER,
-// STAGES, MIN_CTAS, OUT_F32, QUANTIZE (round the output to FP8 in groups of 32).
+// input); WGS (consumer warpgroups), MF (64-row tiles of each), NB (activation rows: 16, 32, 48, 64, 96, 128,
+// 192 or 256), SLICES, MULTICAST, STAGES, MIN_CTAS, OUT_F32, QUANTIZE (round the output to FP8 in groups of 32).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
 #define MT (64 * WGS * MF)
+#define CLUSTER (SLICES * MULTICAST)
 #define CONSUMER_WARPS (4 * WGS)
-#define REGISTER_BOUND (MF * NB >= 256)  // the consumers need registers that the producer's warpgroup gives up
+// Buffers for decoded weights. Where many warps leave few registers, one decodes while others multiply.
+#define OPERANDS (WGS >= 4 || (MIN_CTAS > 1 && NB >= 96) ? 1 : 2)
+// The consumers need registers that the producer's warpgroup gives up.
+#define REGISTER_BOUND (WGS >= 4 || MF * NB >= 256)
 #define THREADS (32 * CONSUMER_WARPS + (REGISTER_BOUND ? 128 : 32))
+#define PRODUCER_REGISTERS 24
+#define CONSUMER_REGISTERS ((65536 / (MIN_CTAS * THREADS) / 8 * 8 * (WGS + 1) - PRODUCER_REGISTERS) / WGS / 8 * 8)
 #define NUM_BLOCK_ROWS (N / 32)
 #define NUM_CHUNKS ((K + 63) / 64)
-#define MAX_CHUNKS ((NUM_CHUNKS + CLUSTER - 1) / CLUSTER)  // of one CTA
 #define TILE_BLOCKS (MT / 32)
+#define X_ROWS (NB / MULTICAST)       // activation rows that one CTA loads
 #define X_BYTES (NB * 128)
 #define W_BYTES (MT * 64)
 #define SUM_STRIDE (MT + 4)           // floats per activation row of the partial sums: no bank conflicts
 
-static_assert(N % 32 == 0 && K % 32 == 0 && MT % 128 == 0, "shape");
-static_assert(GROUP_N % MT == 0 || GROUP_N == N, "a CTA must not straddle two groups");
+static_assert(N % 32 == 0 && K % 32 == 0 && (OPERANDS == 2 || MF == 1), "shape");
+static_assert(GROUP_N % (MT * MULTICAST) == 0 || GROUP_N == N, "a cluster must not straddle two groups");
+static_assert(NB % (8 * MULTICAST) == 0 && CLUSTER <= 8, "a share begins where the swizzle does");
 
 struct __align__(64) TensorMap {
   u64 opaque[16];
 };
 
 // ---------------------------------------------------------------- instructions
-template <int WIDTH> struct Wgmma;  // d[64, WIDTH] += a[64, 16] * b[16, WIDTH]
-template <> struct Wgmma<16> {
-  static __device__ __forceinline__ void run(float* d, const u32* a, u64 b) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7}, "
-                 "{%8, %9, %10, %11}, %12, add, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-                   "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-template <> struct Wgmma<32> {
-  static __device__ __forceinline__ void run(float* d, const u32* a, u64 b) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                 "{%16, %17, %18, %19}, %20, add, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-                   "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-template <> struct Wgmma<64> {
-  static __device__ __forceinline__ void run(float* d, const u32* a, u64 b) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "{%32, %33, %34, %35}, %36, add, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-                   "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-                   "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-                   "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-template <> struct Wgmma<128> {
-  static __device__ __forceinline__ void run(float* d, const u32* a, u64 b) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                 "{%64, %65, %66, %67}, %68, add, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-                   "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-                   "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-                   "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-                   "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-                   "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-                   "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-                   "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-                   "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]),
-                   "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-                   "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-                   "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-template <> struct Wgmma<256> {
-  static __device__ __forceinline__ void run(float* d, const u32* a, u64 b) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-                 "{%128, %129, %130, %131}, %132, add, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-                   "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-                   "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-                   "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-                   "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-                   "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-                   "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-                   "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-                   "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]),
-                   "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-                   "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-                   "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-                   "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]),
-                   "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-                   "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]),
-                   "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-                   "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
-                   "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-                   "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]),
-                   "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-                   "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]),
-                   "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-                   "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]),
-                   "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-                   "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
-                   "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-                   "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]),
-                   "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
+// d[64, NB] += a[64, 16] * b[16, NB], as inline assembly: its operands' names, then the operands.
+#define D8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define D24 D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define D32 D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define D40 D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define D48 D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define D56 D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define D64 D56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define D72 D64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define D80 D72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define D88 D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define D96 D88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define D104 D96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define D112 D104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define D120 D112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define D128 D120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define SUMS8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+                 "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SUMS16(i) SUMS8(i), SUMS8(i + 8)
+#define SUMS32(i) SUMS16(i), SUMS16(i + 16)
+#define SUMS64(i) SUMS32(i), SUMS32(i + 32)
+#define WGMMA(nb, names, a0, a1, a2, a3, b0, ...)                                                         \
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0;\n"                                                \
+               "wgmma.mma_async.sync.aligned.m64n" #nb "k16.f32.bf16.bf16 {" names "}, "                   \
+               "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b0 ", add, 1, 1, 0; }"                       \
+               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+__device__ __forceinline__ void wgmma(float (&d)[NB / 2], const u32* a, u64 b) {
+#if NB == 16
+  WGMMA(16, D8, 8, 9, 10, 11, 12, SUMS8(0));
+#elif NB == 32
+  WGMMA(32, D16, 16, 17, 18, 19, 20, SUMS16(0));
+#elif NB == 48
+  WGMMA(48, D24, 24, 25, 26, 27, 28, SUMS16(0), SUMS8(16));
+#elif NB == 64
+  WGMMA(64, D32, 32, 33, 34, 35, 36, SUMS32(0));
+#elif NB == 96
+  WGMMA(96, D48, 48, 49, 50, 51, 52, SUMS32(0), SUMS16(32));
+#elif NB == 128
+  WGMMA(128, D64, 64, 65, 66, 67, 68, SUMS64(0));
+#elif NB == 192
+  WGMMA(192, D96, 96, 97, 98, 99, 100, SUMS64(0), SUMS32(64));
+#else
+  WGMMA(256, D128, 128, 129, 130, 131, 132, SUMS64(0), SUMS64(64));
+#endif
+}
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -170,8 +107,12 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {  // of any CTA of the cluster
+#if MULTICAST > 1
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
+#else
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -189,9 +130,18 @@ __device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barri
                :: "r"(to), "l"(from), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void copy_activations(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+// A box of X_ROWS rows to the same place of the MULTICAST CTAs that begin with `first`, and bytes to their barriers.
+__device__ __forceinline__ void copy_activations(u32 to, const TensorMap* map, int column, int row, u32 barrier,
+                                                 int first) {
+#if MULTICAST > 1
+  const u16 ctas = (u16)(((1 << MULTICAST) - 1) << first);
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%2, %3}], [%4], %5;"
+               :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(ctas) : "memory");
+#else
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+#endif
 }
 
 __device__ __forceinline__ uint4 load_shared(u32 address) {
@@ -237,28 +187,47 @@ __device__ __forceinline__ int cluster_rank() {
   return rank;
 }
 
-__device__ __forceinline__ void cluster_barrier() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+// With cluster_started: the barriers of every CTA exist that this one may reach.
+__device__ __forceinline__ void cluster_start() {
+#if MULTICAST > 1
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #else
   asm volatile("bar.sync 0, %0;" :: "n"(THREADS) : "memory");
 #endif
+}
+
+__device__ __forceinline__ void cluster_started() {
+#if MULTICAST > 1
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void consumer_barrier() {
   asm volatile("bar.sync 1, %0;" :: "n"(32 * CONSUMER_WARPS) : "memory");
 }
 
-// Four sums from the same place of CTA `rank` of the cluster.
-__device__ __forceinline__ void load_sums(float (&v)[4], u32 address, int rank) {
+// The address in CTA `rank` of the cluster that corresponds to `address` in this one.
+__device__ __forceinline__ u32 address_in(u32 address, int rank) {
 #if CLUSTER > 1
   asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+#endif
+  return address;
+}
+
+__device__ __forceinline__ float4 load_sums(u32 address) {
+  float4 v;
+#if SLICES > 1
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address) : "memory");
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
 #else
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address) : "memory");
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
 #endif
+  return v;
 }
 
 __device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
@@ -268,13 +237,13 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the nex
 
 __device__ __forceinline__ void give_registers() {
 #if REGISTER_BOUND
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
 #endif
 }
 
 __device__ __forceinline__ void take_registers() {
 #if REGISTER_BOUND
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
 #endif
 }
 
@@ -283,10 +252,15 @@ __device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {  // see dense
   return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
 }
 
-// A warp's 16 rows x 64 columns: four operands of four registers.
-__device__ __forceinline__ void decode_tile(u32 (&a)[16], u32 address, u32 scales) {
-  const uint4 top = load_shared(address), bottom = load_shared(address + 512);
-  const u32 u[4] = {top.x, top.y, top.z, top.w}, v[4] = {bottom.x, bottom.y, bottom.z, bottom.w};
+struct Codes {  // a warp's 16 rows x 64 columns: this lane's part
+  uint4 top, bottom;
+};
+
+__device__ __forceinline__ Codes load_codes(u32 address) { return {load_shared(address), load_shared(address + 512)}; }
+
+__device__ __forceinline__ void decode_tile(u32 (&a)[16], const Codes& codes, u32 scales) {  // to four operands
+  const u32 u[4] = {codes.top.x, codes.top.y, codes.top.z, codes.top.w};
+  const u32 v[4] = {codes.bottom.x, codes.bottom.y, codes.bottom.z, codes.bottom.w};
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     const u32 scale = __byte_perm(scales, scales, q < 2 ? 0x1010 : 0x3232);
@@ -304,7 +278,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[NB / 2], const u32 (&
   for (int q = 0; q < 4; ++q) {
     // descriptor: 128-byte swizzle, 1024 bytes from 8 rows to the next 8, start address in units of 16 bytes
     const u64 b = (1ull << 62) | (64ull << 32) | (1ull << 16) | ((x + q * 32) >> 4 & 0x3FFF);
-    Wgmma<NB>::run(sum, a + 4 * q, b);
+    wgmma(sum, a + 4 * q, b);
   }
   wgmma_commit();
 }
@@ -320,40 +294,56 @@ __device__ __forceinline__ void round_q8(float (&value)[4]) {
   for (int i = 0; i < 4; ++i) value[i] = round_e4m3(value[i] * down) * up;
 }
 
-// Add the partial sums of the cluster and write this CTA's share of the outputs.
-__device__ __forceinline__ void finish(const float* sums, void* y, int rows, int rank, int tile, int first_row, int warp,
-                                       int lane) {
-  for (int unit = rank + CLUSTER * warp; unit < NB * (MT / 128); unit += CLUSTER * CONSUMER_WARPS) {
-    const int row = unit / (MT / 128), column = unit % (MT / 128) * 128 + lane * 4;
-    if (first_row + row >= rows) break;
-    float value[4] = {};
-    const u32 local = shared_address(sums + row * SUM_STRIDE + column);
+#define UNITS (NB * MT / 128)  // outputs of a cluster's weight tile, in units of a warp's float4
+#define BATCH (SLICES <= 4 ? 4 : 2)
+
+// Add the partial sums of the K slices and write this CTA's share of the outputs.
+__device__ __forceinline__ void finish(u32 sums, void* y, int rows, int slice, int member, int tile, int first_row,
+                                       int warp, int lane) {
+  u32 from[SLICES];
 #pragma unroll
-    for (int s = 0; s < CLUSTER; ++s) {
-      float part[4];
-      load_sums(part, local, s);
+  for (int s = 0; s < SLICES; ++s) from[s] = SLICES > 1 ? address_in(sums, s * MULTICAST + member) : sums;
+  const int step = SLICES * CONSUMER_WARPS;
+  for (int unit = slice + SLICES * warp; unit < UNITS; unit += step * BATCH) {
+    if (first_row + unit * 32 / (MT / 4) >= rows) break;
+    float4 part[BATCH][SLICES];
+    int row[BATCH], column[BATCH];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) value[i] += part[i];
+    for (int b = 0; b < BATCH; ++b) {  // all loads before the first use: each takes a trip to another SM
+      const int place = (unit + b * step) * 32 + lane;
+      row[b] = place / (MT / 4), column[b] = place % (MT / 4) * 4;
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s)
+        part[b][s] = load_sums(from[s] + min(row[b], NB - 1) * (SUM_STRIDE * 4) + column[b] * 4);
     }
-    const int out_column = tile * MT + column;
-    const long long place = (long long)(first_row + row) * OUT_N + out_column;
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      float value[4] = {};
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s)
+        value[0] += part[b][s].x, value[1] += part[b][s].y, value[2] += part[b][s].z, value[3] += part[b][s].w;
+      const int out_column = tile * MT + column[b];
+      const bool exists = row[b] < NB && first_row + row[b] < rows && out_column < OUT_N;
+      const long long place = (long long)(first_row + row[b]) * OUT_N + out_column;
 #if OUT_F32
-    if (out_column < OUT_N) *(float4*)((float*)y + place) = make_float4(value[0], value[1], value[2], value[3]);
+      if (exists) *(float4*)((float*)y + place) = make_float4(value[0], value[1], value[2], value[3]);
 #else
 #if QUANTIZE
-    u32 once[2] = {to_bf16_pair(value[0], value[1]), to_bf16_pair(value[2], value[3])};
+      u32 once[2] = {to_bf16_pair(value[0], value[1]), to_bf16_pair(value[2], value[3])};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) value[i] = __int_as_float(i % 2 ? once[i / 2] & 0xFFFF0000u : once[i / 2] << 16);
-    round_q8(value);
+      for (int i = 0; i < 4; ++i) value[i] = __int_as_float(i % 2 ? once[i / 2] & 0xFFFF0000u : once[i / 2] << 16);
+      round_q8(value);
 #endif
-    if (out_column < OUT_N)
-      *(uint2*)((u16*)y + place) = make_uint2(to_bf16_pair(value[0], value[1]), to_bf16_pair(value[2], value[3]));
+      if (exists)
+        *(uint2*)((u16*)y + place) = make_uint2(to_bf16_pair(value[0], value[1]), to_bf16_pair(value[2], value[3]));
 #endif
+    }
   }
 }
 
 // weights: packed blocks [N/32, NUM_CHUNKS, 2048 bytes]. scales: [N/32, NUM_CHUNKS], two bf16 powers of two per block.
-// x_map: bf16 [rows, groups * K], boxes of [NB, 64], 128-byte swizzle. y: [rows, OUT_N], contiguous.
+// x_map: bf16 [rows, groups * K], boxes of [X_ROWS, 64], 128-byte swizzle. y: [rows, OUT_N], contiguous.
+// Grid: clusters by weight tiles, then by tiles of NB activation rows, so that those find the weights in L2.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, const __grid_constant__ TensorMap x_map,
             void* __restrict__ y, int rows) {
@@ -365,16 +355,20 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
   const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rank = cluster_rank();
-  const int tile = blockIdx.x / CLUSTER, first_row = blockIdx.y * NB, first_block = tile * TILE_BLOCKS;
-  const int first = rank * NUM_CHUNKS / CLUSTER, count = (rank + 1) * NUM_CHUNKS / CLUSTER - first;
+  const int rank = cluster_rank(), slice = rank / MULTICAST, member = rank % MULTICAST;
+  const int row_tiles = (rows + NB - 1) / NB, cluster = blockIdx.x / CLUSTER;
+  const int first_row = cluster % row_tiles * NB;
+  const int first_tile = cluster / row_tiles * MULTICAST, tile = first_tile + member;
+  const int first = slice * NUM_CHUNKS / SLICES, count = (slice + 1) * NUM_CHUNKS / SLICES - first;
 
-  const int blocks = min(TILE_BLOCKS, NUM_BLOCK_ROWS - first_block), ahead = min(STAGES, count);
+  // The last of the MULTICAST tiles may lie outside of the weight: it only shares the work on the activations.
+  const int first_block = tile * TILE_BLOCKS, blocks = max(0, min(TILE_BLOCKS, NUM_BLOCK_ROWS - first_block));
+  const int ahead = min(STAGES, count);
   const char* from = weights + ((long long)first_block * NUM_CHUNKS + first) * 2048;
   if (threadIdx.x == 32 * CONSUMER_WARPS) {  // the producer: weights don't depend on earlier kernels
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, CONSUMER_WARPS);
+      barrier_init(empty + 8 * s, CONSUMER_WARPS * MULTICAST);
     }
     barriers_ready();
     for (int c = 0; c < ahead; ++c) {
@@ -383,26 +377,25 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
         copy_weights(w_stages + c * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048, full + 8 * c);
     }
   }
-  for (int i = threadIdx.x; i < TILE_BLOCKS * count; i += THREADS) {  // word [chunk][block]
-    const int block = first_block + i % TILE_BLOCKS;
-    scale_words[i] = block < NUM_BLOCK_ROWS ? __ldg(scales + (long long)block * NUM_CHUNKS + first + i / TILE_BLOCKS) : 0;
-  }
-  __syncthreads();
+  __syncwarp();
+  cluster_start();
 
-  float* sums = (float*)(unaligned + (base - shared_address(unaligned)));
   if (warp >= CONSUMER_WARPS) {
     give_registers();
+    cluster_started();
     if (warp == CONSUMER_WARPS && lane == 0) {
-      const int x_column = first_block * 32 / GROUP_N * K + first * 64;
+      const int x_column = first_tile * MT / GROUP_N * K + first * 64, x_row = first_row + member * X_ROWS;
+      const u32 x_share = x_stages + member * (X_ROWS * 128);
+      const int sharers = slice * MULTICAST;  // the first
       wait_for_earlier_kernels();
       for (int c = 0; c < ahead; ++c)
-        copy_activations(x_stages + c * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * c);
+        copy_activations(x_share + c * X_BYTES, &x_map, x_column + c * 64, x_row, full + 8 * c, sharers);
       int stage = 0;
       u32 parity = 0;
       for (int c = ahead; c < count; ++c) {
-        barrier_wait(empty + 8 * stage, parity);
+        barrier_wait(empty + 8 * stage, parity);  // in every CTA that the copy goes to
         barrier_expect(full + 8 * stage, blocks * 2048 + X_BYTES);
-        copy_activations(x_stages + stage * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * stage);
+        copy_activations(x_share + stage * X_BYTES, &x_map, x_column + c * 64, x_row, full + 8 * stage, sharers);
         for (int b = 0; b < blocks; ++b)
           copy_weights(w_stages + stage * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048,
                        full + 8 * stage);
@@ -410,55 +403,74 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
       }
     }
     __syncwarp();
+#if SLICES > 1
     cluster_barrier();  // as the consumers: before and after they read each other's sums
-#if CLUSTER > 1
     cluster_barrier();
 #endif
   } else {
     take_registers();
+    for (int i = threadIdx.x; i < TILE_BLOCKS * count; i += 32 * CONSUMER_WARPS) {  // word [chunk][block]
+      const int block = first_block + i % TILE_BLOCKS;
+      const long long place = (long long)block * NUM_CHUNKS + first + i / TILE_BLOCKS;
+      scale_words[i] = block < NUM_BLOCK_ROWS ? __ldg(scales + place) : 0;
+    }
+    cluster_started();
+    consumer_barrier();
     const int group = warp / 4, part = warp % 4;  // 16-row part of a 64-row tile
     const u32 mine = group * MF * 4096 + part * 1024 + lane * 16;
     const u32* my_scales = scale_words + group * MF * 2 + part / 2;
+    const u32 their_empty = MULTICAST > 1 ? address_in(empty, slice * MULTICAST + lane % MULTICAST) : empty;
     float sum[MF][NB / 2];
 #pragma unroll
     for (int f = 0; f < MF; ++f)
 #pragma unroll
       for (int i = 0; i < NB / 2; ++i) sum[f][i] = 0.0f;
-    u32 a[2][16];
+    u32 a[OPERANDS][16];
     int stage = 0;
     u32 parity = 0;
-    // Two operand buffers: one is decoded while the tensor cores read the other.
-#define STEP(buffer, f)                                                                             \
-  decode_tile(a[buffer], w_stages + stage * W_BYTES + mine + (f) * 4096, my_scales[c * TILE_BLOCKS + (f) * 2]); \
-  multiply_tile(sum[f], a[buffer], x_stages + stage * X_BYTES);                                     \
-  wgmma_wait<1>();
-#define RELEASE()  /* everything but the latest step is done, so the stage before this one is free */  \
-  if (c > 0 && lane == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
+#define RELEASE_BEFORE()  /* the stage of chunk c - 1: all have read it, and a later chunk takes its place */ \
+  if (c > 0 && c - 1 + STAGES < count && lane < MULTICAST)                                            \
+    barrier_arrive(their_empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
 #define NEXT() if (++stage == STAGES) stage = 0, parity ^= 1;
-#if MF == 1
+#define LOAD(f) load_codes(w_stages + stage * W_BYTES + mine + (f) * 4096)
+#define SCALES(f) my_scales[c * TILE_BLOCKS + (f) * 2]
+#define X_STAGE (x_stages + stage * X_BYTES)
+#if OPERANDS == 1
+    for (int c = 0; c < count; ++c) {
+      barrier_wait(full + 8 * stage, parity);
+      const Codes codes = LOAD(0);
+      const u32 scale = SCALES(0);
+      wgmma_wait<0>();
+      RELEASE_BEFORE()
+      decode_tile(a[0], codes, scale);
+      multiply_tile(sum[0], a[0], X_STAGE);
+      NEXT()
+    }
+#else  // one buffer is decoded while the tensor cores read the other
+#define STEP(buffer, f)                      \
+  decode_tile(a[buffer], LOAD(f), SCALES(f)); \
+  multiply_tile(sum[f], a[buffer], X_STAGE); \
+  wgmma_wait<1>();
     for (int c = 0; c < count; ++c) {
       barrier_wait(full + 8 * stage, parity);
       STEP(0, 0)
-      RELEASE()
+      RELEASE_BEFORE()
+#if MF == 1
       NEXT()
       if (++c == count) break;
       barrier_wait(full + 8 * stage, parity);
       STEP(1, 0)
-      RELEASE()
-      NEXT()
-    }
+      RELEASE_BEFORE()
 #else
-    for (int c = 0; c < count; ++c) {
-      barrier_wait(full + 8 * stage, parity);
-      STEP(0, 0)
-      RELEASE()
       STEP(1, 1)
+#endif
       NEXT()
     }
 #endif
     wgmma_wait<0>();
     // When no consumer reads the ring any more, its memory takes the partial sums [NB][SUM_STRIDE].
     consumer_barrier();
+    float* sums = (float*)(unaligned + (base - shared_address(unaligned)));
 #pragma unroll
     for (int f = 0; f < MF; ++f)
 #pragma unroll
@@ -467,9 +479,13 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
         const int column = (group * MF + f) * 64 + part * 16 + lane / 4 + (i / 2 % 2) * 8;
         sums[row * SUM_STRIDE + column] = sum[f][i];
       }
+#if SLICES > 1
     cluster_barrier();
-    finish(sums, y, rows, rank, tile, first_row, warp, lane);
-#if CLUSTER > 1
+#else
+    consumer_barrier();
+#endif
+    finish(base, y, rows, slice, member, tile, first_row, warp, lane);
+#if SLICES > 1
     cluster_barrier();  // the others may still read this CTA's sums
 #endif
   }

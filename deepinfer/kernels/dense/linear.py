@@ -76,17 +76,17 @@ class Fp8Linear:
         steps = plans.plan(*shape, self.groups) if plan is None else plan
         self._steps: list[tuple[int, SkinnyProduct | WgmmaProduct]] = []
         takes_wgmma = WgmmaProduct.accepts(shape, self.groups)
-        clusters = [step.cluster for step in steps if isinstance(step, plans.Many)]
+        slices = [step.slices for step in steps if isinstance(step, plans.Many)]
         for step in steps:
             if isinstance(step, plans.Few):
                 few = SkinnyProduct(packed, words, shape, self.groups, step.geometry, step.pipelines)
                 self._steps.append((step.max_rows, few))
             elif takes_wgmma:
-                many = WgmmaProduct(packed, words, shape, self.groups, step.cluster, step.tiles)
+                many = WgmmaProduct(packed, words, shape, self.groups, step.slices, step.tiles)
                 self._steps.append((step.max_rows, many))
         self._invariant: SkinnyProduct | WgmmaProduct
         if takes_wgmma:
-            self._invariant = WgmmaProduct(packed, words, shape, self.groups, clusters[0] if clusters else None)
+            self._invariant = WgmmaProduct(packed, words, shape, self.groups, slices[0] if slices else None)
         else:
             self._invariant = SkinnyProduct(packed, words, shape, self.groups)
 

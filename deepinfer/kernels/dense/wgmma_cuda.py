@@ -12,8 +12,11 @@ from deepinfer.kernels import nvrtc
 
 _MAX_SHARED_BYTES = 227 * 1024
 _NUM_SMS = 132
+_MAX_CLUSTER = 8
+_PASS_ROWS = 32
+"""What reading the weights once more costs, in activation rows of arithmetic; a guess."""
 ROW_TILE = 128
-"""Weight rows of the smallest CTA."""
+"""Weight rows of the default tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +24,28 @@ class Tile:
     """Size and pipeline of a CTA. May differ by the number of rows without changing a result."""
 
     rows: int
-    """Activation rows: 16, 32, 64, 128 or 256."""
+    """Activation rows: 16, 32, 48, 64, 96, 128, 192 or 256."""
     warpgroups: int
+    """At most 5."""
     fragments: int
-    """Tiles of 64 weight rows per warpgroup."""
+    """Tiles of 64 weight rows per warpgroup: 1 or 2, 1 with 4 warpgroups and more."""
     stages: int
     min_ctas: int
+    multicast: int = 1
+    """CTAs with neighbouring weight rows that load their activations together, each a share of ``8 i`` rows."""
 
     @property
     def weight_rows(self) -> int:
         return 64 * self.warpgroups * self.fragments
 
     @property
+    def is_register_bound(self) -> bool:
+        """Whether a whole warpgroup produces, to give its registers away."""
+        return self.warpgroups >= 4 or self.fragments * self.rows >= 256
+
+    @property
     def threads(self) -> int:
-        return 128 * self.warpgroups + (128 if self.fragments * self.rows >= 256 else 32)
+        return 128 * self.warpgroups + (128 if self.is_register_bound else 32)
 
 
 TILES = (
@@ -46,13 +57,13 @@ TILES = (
 )
 
 
-def choose_cluster(num_outputs: int, chunks: int) -> int:
+def choose_slices(num_outputs: int, chunks: int) -> int:
     """CTAs along the columns: enough to give nearly every SM one. Depends on the shape alone."""
     tiles = -(-num_outputs // ROW_TILE)
-    cluster = 1
-    while cluster < 8 and tiles * cluster < 0.9 * _NUM_SMS and chunks >= 4 * (cluster + 1):
-        cluster += 1
-    return cluster
+    slices = 1
+    while slices < 8 and tiles * slices < 0.9 * _NUM_SMS and chunks >= 4 * (slices + 1):
+        slices += 1
+    return slices
 
 
 class WgmmaProduct:
@@ -61,7 +72,7 @@ class WgmmaProduct:
     Args:
         packed, scales: of :mod:`deepinfer.kernels.dense.packing`.
         shape: rows and columns of the weight that exist.
-        cluster: CTAs along the columns, default by shape; fixes the order of summation.
+        slices: CTAs along the columns, default by shape; fixes the order of summation.
         tiles: by rising number of rows.
     """
 
@@ -71,21 +82,26 @@ class WgmmaProduct:
         scales: Tensor,
         shape: tuple[int, int],
         groups: int = 1,
-        cluster: int | None = None,
+        slices: int | None = None,
         tiles: Sequence[Tile] = TILES,
     ) -> None:
         self.packed, self.scales, self.groups = packed, scales, groups
         self.rows_out, self.columns = shape
-        self.cluster = cluster or choose_cluster(self.rows_out, packed.shape[1])
-        self.tiles = [tile for tile in tiles if self.shared_bytes(tile) <= _MAX_SHARED_BYTES]
+        self.slices = slices or choose_slices(self.rows_out, packed.shape[1])
+        self.tiles = [tile for tile in tiles if self._takes(tile)]
 
     @staticmethod
     def accepts(shape: tuple[int, int], groups: int) -> bool:
-        """Whether the shape suits: vectors of outputs, and no CTA across two groups."""
+        """Whether the shape suits: vectors of outputs, and no CTA of the default tiles across two groups."""
         return shape[0] % 4 == 0 and (groups == 1 or shape[0] // groups % ROW_TILE == 0)
 
+    def _takes(self, tile: Tile) -> bool:
+        within_group = self.groups == 1 or self.rows_out // self.groups % (tile.weight_rows * tile.multicast) == 0
+        fits = self.shared_bytes(tile) <= _MAX_SHARED_BYTES
+        return fits and within_group and self.slices * tile.multicast <= _MAX_CLUSTER
+
     def shared_bytes(self, tile: Tile) -> int:
-        max_chunks = -(-self.packed.shape[1] // self.cluster)
+        max_chunks = -(-self.packed.shape[1] // self.slices)
         ring = tile.stages * (tile.rows * 128 + tile.weight_rows * 64) + tile.weight_rows // 32 * max_chunks * 4
         return 1024 + max(ring, tile.rows * (tile.weight_rows + 4) * 4)
 
@@ -94,8 +110,8 @@ class WgmmaProduct:
         padded = 32 * self.packed.shape[0]
         return {
             "N": padded, "OUT_N": self.rows_out, "K": self.columns, "GROUP_N": padded // self.groups,
-            "WGS": tile.warpgroups, "MF": tile.fragments, "NB": tile.rows, "CLUSTER": self.cluster,
-            "STAGES": tile.stages, "MIN_CTAS": tile.min_ctas,
+            "WGS": tile.warpgroups, "MF": tile.fragments, "NB": tile.rows, "SLICES": self.slices,
+            "MULTICAST": tile.multicast, "STAGES": tile.stages, "MIN_CTAS": tile.min_ctas,
             "OUT_F32": int(float32), "QUANTIZE": int(quantize),
         }  # fmt: skip
 
@@ -108,13 +124,20 @@ class WgmmaProduct:
         for tile in self.tiles:
             self.kernel(tile, float32, quantize)
 
+    def tile(self, rows: int) -> Tile:
+        """The first that takes all rows in one pass; past the last, the one whose passes cost least."""
+        passes = ((-(-rows // t.rows) * (t.rows + _PASS_ROWS), -t.rows, t) for t in self.tiles)
+        once = next((t for t in self.tiles if rows <= t.rows), None)
+        return once or min(passes, key=lambda entry: entry[:2])[2]
+
     def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool) -> None:
         rows = x.shape[0]
-        tile = next((t for t in self.tiles if rows <= t.rows), self.tiles[-1])
+        tile = self.tile(rows)
+        cluster = self.slices * tile.multicast
         weight_tiles = -(-32 * self.packed.shape[0] // tile.weight_rows)
-        grid = (weight_tiles * self.cluster, -(-rows // tile.rows), 1)
-        x_map = nvrtc.tensor_map(x, tile.rows, 64)
+        clusters = -(-weight_tiles // tile.multicast) * -(-rows // tile.rows)
+        x_map = nvrtc.tensor_map(x, tile.rows // tile.multicast, 64)
         self.kernel(tile, out.dtype == torch.float32, quantize).launch(
-            grid, tile.threads, (self.packed, self.scales, x_map, out, rows),
-            shared_bytes=self.shared_bytes(tile), cluster=self.cluster, overlap=overlap,
+            (clusters * cluster, 1, 1), tile.threads, (self.packed, self.scales, x_map, out, rows),
+            shared_bytes=self.shared_bytes(tile), cluster=cluster, overlap=overlap,
         )  # fmt: skip

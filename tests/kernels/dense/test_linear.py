@@ -10,6 +10,7 @@ from deepinfer.checkpoint import codecs
 from deepinfer.kernels import nvrtc
 from deepinfer.kernels.dense import linear_triton, packing, plans, skinny_cuda, wgmma_cuda
 from deepinfer.kernels.dense.linear import Bf16Linear, Fp8Linear, GroupedFp8Linear, stack_fp8
+from deepinfer.kernels.dense.wgmma_cuda import Tile
 from deepinfer.ops import number_formats as nf
 
 pytestmark = pytest.mark.gpu
@@ -238,11 +239,11 @@ def test_plans_rise_and_fit(name):
             assert step.max_rows <= 8 * few.pipelines[-1].row_tiles
             assert (n // 32 // groups) % few.geometry.row_warps == 0 or groups == 1
         else:
-            many = wgmma_cuda.WgmmaProduct(packed, packed, (n, k), groups, step.cluster, step.tiles)
+            many = wgmma_cuda.WgmmaProduct(packed, packed, (n, k), groups, step.slices, step.tiles)
             assert many.tiles == list(step.tiles)
             for tile in many.tiles:
                 assert many.shared_bytes(tile) * tile.min_ctas <= 227 * 1024, tile
-                assert n // groups % tile.weight_rows == 0
+                assert groups == 1 or n // groups % (tile.weight_rows * tile.multicast) == 0
     assert limits == sorted(set(limits))
 
 
@@ -271,14 +272,23 @@ def test_clusters_fill_the_gpu_and_tiles_fit(name):
     packed = torch.empty(n // 32, -(-k // 64), 1)
     product = wgmma_cuda.WgmmaProduct(packed, packed, (n, k), groups)
     assert product.tiles == list(wgmma_cuda.TILES)
-    assert 110 <= n // 128 * product.cluster <= 264 or product.cluster == 1
+    assert 110 <= n // 128 * product.slices <= 264 or product.slices == 1
     for tile in product.tiles:
         assert product.shared_bytes(tile) * tile.min_ctas <= 227 * 1024, tile
         assert n // groups % tile.weight_rows == 0
 
 
 @pytest.mark.skipif(not compiler_is_here(), reason="NVRTC is not installed")
-@pytest.mark.parametrize("tile", [wgmma_cuda.TILES[0], wgmma_cuda.TILES[-1]])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        wgmma_cuda.TILES[0],
+        wgmma_cuda.TILES[-1],
+        Tile(64, 5, 1, 4, 1),
+        Tile(128, 4, 1, 5, 1, 2),
+        Tile(96, 2, 2, 4, 1, 2),
+    ],
+)
 def test_wgmma_source_compiles(tile, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "_cache_directory", tmp_path)
     packed = torch.empty(8, 12, 1)

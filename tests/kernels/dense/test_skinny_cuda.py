@@ -44,7 +44,7 @@ def emulator(defines: tuple[tuple[str, int], ...]) -> Callable[..., int]:
     kernel = kernel.replace(
         "__shared__ __align__(8) u64 barriers[WM * WK * DEPTH];", f"u64* barriers = (u64*)({mine} + BARRIER_OFFSET);"
     )
-    return compile_for_cpu(dict(defines), ("dense.h",), constants, kernel, ENTRY)
+    return compile_for_cpu(dict(defines), ("dense.h", "dense_skinny.h"), constants, kernel, ENTRY)
 
 
 class EmulatedKernel:

@@ -1,5 +1,5 @@
-// Plays the GPU for deepinfer/kernels/cuda/dense_skinny.cu on a CPU: its section "instructions" in plain C++. It also
-// finds accesses outside of the weights or of shared memory.
+// Plays the GPU for deepinfer/kernels/cuda/dense_*.cu and their relatives on a CPU: what their sections "instructions"
+// have in common, in plain C++. It also finds accesses outside of the weights or of shared memory.
 
 // ---------------------------------------------------------------- fibers
 static const u32 SHARED_BYTES = 256 * 1024, BARRIER_OFFSET = 240 * 1024;
@@ -45,20 +45,26 @@ static const char* in_weights(const void* p, int bytes) {
   if ((const char*)p < weights_begin || (const char*)p + bytes > weights_end || (uintptr_t)p % 16) fail("bad weights");
   return (const char*)p;
 }
-static uint4 load_weights(const void* p) { return *(const uint4*)in_weights(p, 16); }
 static uint4 load_shared(u32 address) { return *(const uint4*)at(address); }
-static void copy_async(u32 to, const void* from, u32 bytes) {
-  if (to % 16 || (uintptr_t)from % 16) fail("misaligned copy");
-  std::memset(at(to), 0, 16), std::memcpy(at(to), from, bytes);
-}
-static void wait_for_copies() {}
 static void wait_for_earlier_kernels() {}
-static void let_next_kernel_start() {}
 
-struct Barrier { short pending; u16 phase; int bytes; };
-static Barrier& barrier(u32 address) { return *(Barrier*)at(address); }
-static void settle(Barrier& b) { if (b.pending == 0 && b.bytes == 0) b.pending = 1, ++b.phase, ++progress; }
-static void barrier_init(u32 address, u32) { barrier(address) = {1, 0, 0}; }
+struct Barrier { u8 count, pending; u16 phase; int bytes; };  // bytes may arrive before they are expected
+static Barrier& barrier(u32 address) {
+  Barrier& b = *(Barrier*)at(address);
+  if (b.count == 0xFF) fail("a barrier that does not exist yet");
+  return b;
+}
+static void settle(Barrier& b) { if (b.pending == 0 && b.bytes == 0) b.pending = b.count, ++b.phase, ++progress; }
+static void barrier_init(u32 address, u32 count) { *(Barrier*)at(address) = {(u8)count, (u8)count, 0, 0}; }
+static void barrier_arrive(u32 address) {
+  Barrier& b = barrier(address);
+  if (b.pending == 0) fail("an arrival that nobody expects");
+  --b.pending, settle(b);
+}
+static void bytes_arrive(u32 address, u32 bytes) {
+  Barrier& b = barrier(address);
+  b.bytes -= bytes, settle(b);
+}
 static void barriers_ready() {}
 static void barrier_expect(u32 address, u32 bytes) {
   Barrier& b = barrier(address);
@@ -68,44 +74,17 @@ static void barrier_expect(u32 address, u32 bytes) {
 static void barrier_wait(u32 address, u32 parity) { while ((barrier(address).phase & 1) == parity) yield(); }
 static void copy_weights(u32 to, const void* from, u32 address) {
   std::memcpy(at(to), in_weights(from, 2048), 2048);
-  barrier(address).bytes -= 2048, settle(barrier(address));
+  bytes_arrive(address, 2048);
 }
 
 static u32 cluster_rank() { return fibers[current].cta; }
-static void cluster_start() {}
-static void cluster_started() { meet(start_meeting, cta_threads * CLUSTER); }
 static void cluster_barrier() { meet(cluster_meeting, cta_threads * CLUSTER); }
 static u32 address_in(u32 address, int rank) { return (address & 0xFFFFF) | (u32)rank << 20; }
-static void store_sum(u32 address, float value) { std::memcpy(at(address), &value, 4); }
 
 // ---------------------------------------------------------------- arithmetic
 static float bf16(u32 bits) { return __int_as_float(bits << 16); }
 static u32 times(u32 a, u32 b) {
   return to_bf16(bf16(a & 0xFFFF) * bf16(b & 0xFFFF)) | to_bf16(bf16(a >> 16) * bf16(b >> 16)) << 16;
-}
-static void load_matrices(u32 (&b)[4], u32 address) {  // ldmatrix: lane 8 j + r has the address of row r of matrix j
-  Warp& warp = my_warp();
-  const int lane = threadIdx.x % 32;
-  warp.values[lane][0] = address;
-  __syncwarp();
-  for (int j = 0; j < 4; ++j) b[j] = *(const u32*)at(warp.values[j * 8 + lane / 4][0] + lane % 4 * 4);
-  __syncwarp();
-}
-static void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {  // mma.m16n8k16
-  Warp& warp = my_warp();
-  const int lane = threadIdx.x % 32;
-  const u32 registers[6] = {a0, a1, a2, a3, b0, b1};
-  std::memcpy(warp.values[lane], registers, sizeof registers);
-  __syncwarp();
-  for (int i = 0; i < 4; ++i) {  // row lane / 4 + 8 (i / 2), column 2 (lane % 4) + i % 2
-    const int row = lane / 4, column = lane % 4 * 2 + i % 2;
-    for (int k = 0; k < 16; ++k) {
-      const int half = k / 8, quad = k % 8 / 2, side = 16 * (k % 2);
-      const u32 a = warp.values[row * 4 + quad][2 * half + i / 2], b = warp.values[column * 4 + quad][4 + half];
-      c[i] += bf16(a >> side & 0xFFFF) * bf16(b >> side & 0xFFFF);
-    }
-  }
-  __syncwarp();
 }
 
 // ---------------------------------------------------------------- launch
@@ -137,11 +116,15 @@ static int launch(int columns, int rows, int threads, int shared_bytes, void (*k
       }
       for (int left = total; left > 0 && !problem;) {
         const long before = progress;
-        for (current = 0; current < total; ++current) {
-          if (fibers[current].done) continue;
-          swapcontext(&scheduler, &fibers[current].context);
-          left -= fibers[current].done;
-        }
+        for (int cta = 0; cta < CLUSTER; ++cta)  // each as far as it gets alone: the worst case for the others
+          for (long mine = -1; mine != progress;) {
+            mine = progress;
+            for (current = cta * threads; current < (cta + 1) * threads; ++current) {
+              if (fibers[current].done) continue;
+              swapcontext(&scheduler, &fibers[current].context);
+              left -= fibers[current].done;
+            }
+          }
         if (progress == before && left > 0) problem = 1;
       }
       for (char* p : shared_memory)

@@ -1,0 +1,156 @@
+"""The wgmma kernel of dense products, compiled for the CPU and emulated: bits, batches, clusters that share loads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.checkpoint import codecs
+from deepinfer.kernels import nvrtc
+from deepinfer.kernels.dense import packing
+from deepinfer.kernels.dense.wgmma_cuda import Tile, WgmmaProduct
+from deepinfer.ops import number_formats as nf
+from tests.kernels.dense.test_linear import integer_input, integer_weight, random_input, random_weight
+from tests.kernels.emulation import compile_for_cpu
+
+EMULATION = Path(__file__).parents[1] / "emulation"
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+ENTRY = """
+static void* arguments[4];
+static TensorMap map;
+static void call() {
+  dense_wgmma((const char*)arguments[0], (const u32*)arguments[1], map, arguments[2], (int)(long)arguments[3]);
+}
+extern "C" int emulate(void** values, const u64* x, int columns, int threads, int shared_bytes, long weight_bytes) {
+  std::memcpy(arguments, values, sizeof arguments);
+  std::memcpy(map.opaque, x, 5 * 8);
+  weights_begin = (const char*)values[0], weights_end = weights_begin + weight_bytes;
+  return launch(columns, 1, threads, shared_bytes, call);
+}
+"""
+
+
+@functools.cache
+def emulator(defines: tuple[tuple[str, int], ...]) -> Callable[..., int]:
+    text = (nvrtc.SOURCES / "dense_wgmma.cu").read_text()
+    marks = [text.index(f"// {'-' * 64} {name}") for name in ("instructions", "the kernel")]
+    constants, kernel = text[text.index("#define MT") : marks[0]], text[marks[1] :]
+    mine = "shared_memory[fibers[current].cta]"
+    for name, at in (
+        ("extern __shared__ char unaligned[];", f"char* unaligned = {mine} + 16;"),
+        ("__shared__ __align__(8) u64 barriers[2 * STAGES];", f"u64* barriers = (u64*)({mine} + BARRIER_OFFSET);"),
+    ):
+        assert name in kernel
+        kernel = kernel.replace(name, at)
+    # The constants come between the headers: the first needs only the size of a cluster.
+    sizes = dict(defines)
+    sizes["CLUSTER"] = sizes["SLICES"] * sizes["MULTICAST"]
+    machine = (EMULATION / "dense_wgmma.h").read_text()
+    return compile_for_cpu(sizes, ("dense.h",), "#undef CLUSTER\n" + constants, machine, kernel, ENTRY)
+
+
+class EmulatedKernel:
+    """Stands for :class:`deepinfer.kernels.nvrtc.Kernel`."""
+
+    def __init__(self, source: str, entry: str, defines: dict[str, int], device: torch.device, *, shared_bytes: int):
+        self.function, self.shared_bytes = emulator(tuple(defines.items())), shared_bytes
+
+    def launch(self, grid, threads, arguments, *, shared_bytes, cluster, overlap) -> None:
+        weights, scales, x_map, out, rows = arguments
+        values = (ctypes.c_void_p * 4)(*(t.data_ptr() for t in (weights, scales, out)), rows)
+        num_bytes = ctypes.c_long(weights.numel() * weights.element_size())
+        assert grid[0] % cluster == 0
+        assert grid[1:] == (1, 1)
+        assert self.function(values, x_map, grid[0], threads, shared_bytes, num_bytes) == 0
+
+
+def emulated_map(x: Tensor, box_rows: int, box_columns: int) -> ctypes.Array:
+    assert box_columns == 64
+    return (ctypes.c_uint64 * 5)(x.data_ptr(), *x.shape, x.stride(0) * 2, box_rows)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setattr(nvrtc, "load_kernel", EmulatedKernel)
+    monkeypatch.setattr(nvrtc, "tensor_map", emulated_map)
+
+
+def product(weight: tuple[Tensor, Tensor], slices: int, tile: Tile, groups: int = 1) -> WgmmaProduct:
+    packed, words = packing.pack_fp8(weight[0]), packing.pack_scales(weight[1])
+    found = WgmmaProduct(packed, words, tuple(weight[0].shape), groups, slices, (tile,))
+    assert found.tiles == [tile]
+    return found
+
+
+def run(kernel: WgmmaProduct, x: Tensor, dtype: torch.dtype, quantize: bool = False) -> Tensor:
+    out = torch.full((x.shape[0], kernel.rows_out), torch.nan, dtype=dtype)
+    kernel(x, out, quantize, False)
+    return out
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("shape", "rows", "slices", "tile"),
+    [
+        ((160, 320), 17, 2, Tile(16, 2, 1, 2, 1)),
+        ((160, 320), 17, 2, Tile(16, 2, 1, 2, 1, 2)),  # two row tiles
+        ((288, 192), 1, 1, Tile(32, 2, 1, 2, 1, 4)),  # the fourth tile of the cluster lies outside
+        ((416, 448), 33, 3, Tile(48, 2, 1, 3, 1, 2)),
+        ((416, 256), 33, 1, Tile(64, 5, 1, 2, 1, 2)),
+        ((260, 352), 130, 2, Tile(96, 4, 1, 3, 1)),
+        ((260, 128), 130, 1, Tile(192, 2, 1, 2, 1, 2)),
+        ((320, 256), 130, 2, Tile(128, 2, 2, 2, 1, 2)),
+    ],
+)
+def test_exact_sums_give_the_reference_bits(shape, rows, slices, tile):
+    weight = integer_weight(*shape)
+    x = integer_input(rows, shape[1] + 32)[:, : shape[1]]
+    expected = x.double() @ codecs.dequantize_fp8_tiles(*weight, torch.float64).T
+    kernel = product(weight, slices, tile)
+    assert torch.equal(run(kernel, x, torch.float32), expected.float())
+    if shape[0] % 32 == 0:
+        rounded = nf.q8_round(expected.bfloat16()).bfloat16()
+        assert torch.equal(run(kernel, x, torch.bfloat16, quantize=True), rounded)
+
+
+@needs_compiler
+@pytest.mark.parametrize("multicast", [1, 2])
+def test_groups_multiply_their_part_of_the_input(multicast):
+    weight, x = integer_weight(512, 128), integer_input(3, 256)
+    wide = codecs.dequantize_fp8_tiles(*weight, torch.float64).view(2, 256, 128)
+    expected = torch.einsum("rgk,gnk->rgn", x.double().view(3, 2, 128), wide).flatten(1)
+    kernel = product(weight, 2, Tile(16, 2, 1, 2, 1, multicast), groups=2)
+    assert torch.equal(run(kernel, x, torch.float32), expected.float())
+
+
+@needs_compiler
+def test_tiles_and_batches_do_not_change_a_row():
+    weight, x = random_weight(352, 448), random_input(35, 448)
+    tiles = [Tile(16, 2, 1, 2, 1), Tile(32, 2, 1, 2, 1, 2), Tile(64, 2, 2, 3, 1), Tile(48, 5, 1, 2, 1)]
+    outputs = [run(product(weight, 3, tile), x, torch.float32) for tile in tiles]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    alone = run(product(weight, 3, tiles[1]), x[4:5], torch.float32)
+    assert torch.equal(alone, outputs[0][4:5])
+
+
+def test_rows_past_the_last_tile_take_the_cheapest_passes():
+    packed = torch.empty(8, 8, 1)
+    kernel = WgmmaProduct(packed, packed, (256, 512), 1, 1, [Tile(n, 2, 1, 3, 1) for n in (64, 128, 192, 256)])
+    chosen = {rows: kernel.tile(rows).rows for rows in (1, 64, 65, 200, 256, 300, 384, 512)}
+    assert chosen == {1: 64, 64: 64, 65: 128, 200: 256, 256: 256, 300: 192, 384: 192, 512: 256}
+
+
+def test_clusters_stay_within_a_group_and_eight_ctas():
+    packed = torch.empty(16, 8, 1)
+    tiles = [Tile(64, 2, 1, 3, 1, multicast) for multicast in (1, 2, 4)]
+    kept = WgmmaProduct(packed, packed, (512, 512), 2, 2, tiles).tiles
+    assert [tile.multicast for tile in kept] == [1, 2]  # four tiles of 128 rows reach into the other group
+    kept = WgmmaProduct(packed, packed, (512, 512), 1, 3, tiles).tiles
+    assert [tile.multicast for tile in kept] == [1, 2]
