@@ -251,7 +251,7 @@ def check_small() -> None:
         ways = {"triton": False, "library": True} if width % 128 == 0 else {"triton": False}
         for name, library in ways.items():
             copies = (PackedExperts(p.codes.clone(), p.scales.clone()) for p in (gate_up, down))
-            engine = build_experts(*copies, top, LIMIT, library=library)
+            engine = build_experts(*copies, top, LIMIT, way="library" if library else "triton")
             found = engine.forward(ExpertInput(x), Routing(chosen, weights, None)).values
             bounds = (0.5, 2e-2) if library else (0.02, 2.3e-3)  # float16 in between: see check_exact
             compare(f"small {name} {experts} experts [{hidden}, {width}]", found, exact, *bounds)
@@ -272,7 +272,7 @@ class Released:
         torch.cuda.synchronize()
         before, begin = torch.cuda.memory_allocated(), time.time()
         torch.cuda.reset_peak_memory_stats()
-        engine = build_experts(*copies, TOP, LIMIT)
+        engine = build_experts(*copies, TOP, LIMIT, way="library")
         torch.cuda.synchronize()
         peak = (torch.cuda.max_memory_allocated() - before) / 1e9
         say(f"{type(engine).__name__}: repacked in {time.time() - begin:.1f} s, peak above the weights {peak:.2f} GB")
@@ -292,7 +292,7 @@ def check_exact(released: Released) -> None:
     """Each stage of the library against its own exact value; then the whole, whose error the float16 between sets."""
     torch.manual_seed(3)
     engine = released.library()
-    triton = build_experts(released.gate_up, released.down, TOP, LIMIT, library=False)
+    triton = build_experts(released.gate_up, released.down, TOP, LIMIT, way="triton")
     for rows in (1, 5):
         x = torch.randn(rows, HIDDEN, device=DEVICE).bfloat16()
         chosen, weights = random_routing(rows)

@@ -290,7 +290,10 @@ def _nvrtc() -> ctypes.CDLL:
             folders += [Path(root) / "cu13/lib", Path(root) / "cuda_nvrtc/lib"]
     for name in [*names, *(str(folder / name) for folder in reversed(folders) for name in names)]:
         try:
-            return ctypes.CDLL(name)
+            found = ctypes.CDLL(name)
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):  # looked up by name
+                ctypes.CDLL(str(builtins))
+            return found
         except OSError:
             continue
     raise KernelError(

@@ -38,7 +38,8 @@ def expert_maker(
             del stack
         stack = loader.expert_stack(block, "w2")
         num_selected = config.dspark_num_experts_per_tok if is_draft else config.num_experts_per_tok
-        down = PackedExperts(stack.codes, stack.scales)
+        down = PackedExperts.of_stack(stack.codes, stack.scales)
+        del stack
         return build_experts(
             gate_up, down, num_selected, config.swiglu_limit, precision=precision, batch_invariant=invariant
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.checkpoint.stored import StoredTensor
+from deepinfer.kernels.moe import packing
 from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, order_pairs
 from deepinfer.kernels.moe.expert_inputs import round_activation
 from deepinfer.kernels.moe.experts_triton import grouped_product
@@ -21,6 +22,10 @@ Precision = Literal["faithful", "fast"]
 """``faithful``: activations rounded by Q8 as the model says. ``fast``: a scale per row where prefill gains from it."""
 
 
+Way = Literal["hopper", "library", "triton"]
+"""Who multiplies: :mod:`.experts_hopper`, :mod:`.experts_humming` or :mod:`.experts_triton`."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
     """One matrix of every expert, as the checkpoint packs it."""
@@ -29,11 +34,34 @@ class PackedExperts:
     """uint8 ``[experts, N, K / 2]``: two e2m1 codes per byte, the even column in the low nibble."""
     scales: Tensor
     """uint8 ``[experts, N, K / 32]``: ue8m0."""
+    memory: Tensor | None = None
+    """uint8 ``[experts, bytes]``: codes and scales are views of it, so that an expert can be repacked in its place."""
 
     @classmethod
     def empty(cls, num_experts: int, n: int, k: int, device: torch.device) -> PackedExperts:
-        codes = torch.empty(num_experts, n, k // 2, dtype=torch.uint8, device=device)
-        return cls(codes, torch.empty(num_experts, n, k // 32, dtype=torch.uint8, device=device))
+        """Room for all experts: in one piece for each where they will be repacked."""
+        num_codes, num_scales = n * k // 2, n * k // 32
+        if not packing.accepts(n, k, device):
+            codes = torch.empty(num_experts, n, k // 2, dtype=torch.uint8, device=device)
+            return cls(codes, torch.empty(num_experts, n, k // 32, dtype=torch.uint8, device=device))
+        memory = torch.empty(num_experts, num_codes + num_scales, dtype=torch.uint8, device=device)
+        codes, scales = memory.split([num_codes, num_scales], dim=1)
+        return cls(codes.unflatten(1, (n, k // 2)), scales.unflatten(1, (n, k // 32)), memory)
+
+    @classmethod
+    def of_stack(cls, codes: Tensor, scales: Tensor) -> PackedExperts:
+        """Of stacked tensors, copied where they will be repacked in one piece."""
+        num_experts, n, half = codes.shape
+        if not packing.accepts(n, 2 * half, codes.device):
+            return cls(codes, scales)
+        packed = cls.empty(num_experts, n, 2 * half, codes.device)
+        packed.codes.copy_(codes)
+        packed.scales.copy_(scales)
+        return packed
+
+    def apart(self) -> PackedExperts:
+        """Codes and scales as dense tensors."""
+        return self if self.memory is None else PackedExperts(self.codes.contiguous(), self.scales.contiguous())
 
     def put(self, expert: int, row: int, tensor: StoredTensor) -> None:
         """Copy one stored FP4 matrix to the rows of ``expert`` from ``row`` on."""
@@ -62,7 +90,7 @@ class ExpertOutput:
     """What the routed experts return, before the sum over a row's experts."""
 
     values: Tensor
-    """bf16 ``[pairs, hidden]``, each rounded; pairs of expert -1 are 0 where ``place`` is None."""
+    """bf16 ``[pairs, hidden]``, each rounded; rows of pairs of expert -1 are undefined."""
     place: Tensor | None
     """int32 ``[pairs]``: the row of ``values`` of each pair, -1 for none; None if rows stand in the pairs' order."""
     shared_inner: Tensor | None = None
@@ -101,15 +129,26 @@ class RoutedExperts(abc.ABC):
 
 
 class TritonExperts(RoutedExperts):
-    """Products by :mod:`.experts_triton`: exact, any width, the weights as they are stored."""
+    """Products by :mod:`.experts_triton`: exact, any width, the weights as they are stored.
 
-    def __init__(self, gate_up: PackedExperts, down: PackedExperts, num_selected: int, limit: float) -> None:
+    Args:
+        batch_invariant: one block size for every number of rows, because it decides how the tensor cores sum.
+    """
+
+    def __init__(
+        self,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        num_selected: int,
+        limit: float,
+        batch_invariant: bool = False,
+    ) -> None:
         num_experts, hidden = down.codes.shape[:2]
         super().__init__(num_experts, hidden, down.codes.shape[2] * 2, num_selected, limit)
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down, self.batch_invariant = gate_up, down, batch_invariant
 
     def block_of(self, rows: int) -> int:
-        return 16 if rows * self.num_selected <= 16 * self.num_experts else 64
+        return 16 if self.batch_invariant or rows * self.num_selected <= 16 * self.num_experts else 64
 
     def forward(self, inputs: ExpertInput, routing: Routing, shared_gate_up: Tensor | None = None) -> ExpertOutput:
         rows = inputs.x.shape[0]
@@ -149,19 +188,26 @@ def build_experts(
     limit: float,
     *,
     precision: Precision = "faithful",
-    library: bool | None = None,
+    way: Way | None = None,
     batch_invariant: bool = False,
 ) -> RoutedExperts:
-    """Choose who multiplies; the packed tensors belong to the result (the library repacks them in place).
+    """Choose who multiplies; the packed tensors belong to the result, which may repack them in place.
 
     Args:
-        library: force :mod:`.experts_humming` (True) or Triton (False); default the library where it takes these sizes.
-        batch_invariant: a row's result does not depend on the rest of the batch (Triton's never does).
+        precision: matters to the library only.
+        way: default the first that takes these sizes, weights and device.
+        batch_invariant: a row's result does not depend on the rest of the batch.
     """
-    from deepinfer.kernels.moe import experts_humming  # the library it needs is optional
+    from deepinfer.kernels.moe import experts_hopper, experts_humming  # they need this module
 
-    if library is None:
-        library = experts_humming.is_usable(gate_up, down)
-    if not library:
-        return TritonExperts(gate_up, down, num_selected, limit)
-    return experts_humming.HummingExperts(gate_up, down, num_selected, limit, precision, batch_invariant)
+    if way is None and experts_hopper.is_usable(gate_up, down):
+        way = "hopper"
+    elif way is None:
+        way = "library" if experts_humming.is_usable(gate_up, down) else "triton"
+    if way == "hopper":
+        return experts_hopper.HopperExperts(gate_up, down, num_selected, limit, batch_invariant)
+    if way == "library":
+        return experts_humming.HummingExperts(
+            gate_up.apart(), down.apart(), num_selected, limit, precision, batch_invariant
+        )
+    return TritonExperts(gate_up.apart(), down.apart(), num_selected, limit, batch_invariant)

@@ -121,7 +121,7 @@ class _Product:
             raise EngineError(
                 "the experts' weight scales differ too much within a row",
                 why=f"the library keeps FP4 weights exactly only within {_BINADES} binades of a row's largest scale",
-                fix="build the experts with library=False",
+                fix="build the experts another way",
             )
         if span == "row":
             self.out_dtype = torch.bfloat16  # the row factors would leave the range of float16

@@ -30,6 +30,12 @@ def _packed(num_experts: int, n: int, k: int, device: torch.device, low: int = 1
     return PackedExperts(codes.to(device), scales.to(device))
 
 
+def _chosen(num_experts: int, rows: int, top: int) -> Tensor:
+    """Distinct experts of each row, int32; some places have none."""
+    chosen = torch.stack([torch.randperm(num_experts)[:top] for _ in range(rows)]).int()
+    return torch.where(torch.rand(rows, top) < 0.2, -1, chosen)
+
+
 def _wide(packed: PackedExperts) -> Tensor:
     return q4u_decode(packed.codes, packed.scales).double()
 
@@ -109,7 +115,7 @@ def test_grouped_product_is_exact_up_to_float32_sums(num_experts, n, k, rows, to
     torch.manual_seed(n)
     packed = _packed(num_experts, n, k, device, 90, 140)
     x = q8_round(torch.randn(rows, k)).bfloat16().to(device)
-    experts = torch.randint(-1, num_experts, (rows, top), dtype=torch.int32).to(device)
+    experts = _chosen(num_experts, rows, top).to(device)
     blocks = order_pairs(experts, num_experts, block)
     out = torch.full((rows * top, n), 7.0, dtype=out_dtype, device=device)
     grouped_product(x, packed.codes, packed.scales, blocks, top, out_dtype, out=out)
@@ -138,7 +144,7 @@ def test_experts_equal_the_reference(width, hidden, num_experts, top, device):
     routed = [ExpertWeights(*pair) for pair in zip(_wide(gate_up), _wide(down), strict=True)]
     shared = ExpertWeights(torch.zeros_like(routed[0].gate_up), torch.zeros_like(routed[0].down))
     expected = moe(x, experts, routing_weights.double(), routed, shared, LIMIT, True)
-    engine = build_experts(gate_up, down, top, LIMIT, library=False)
+    engine = build_experts(gate_up, down, top, LIMIT, way="triton")
     routing = Routing(experts.int(), routing_weights, None)
     output = engine.forward(ExpertInput(x), routing)
     assert output.place is None

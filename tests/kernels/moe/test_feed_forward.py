@@ -63,7 +63,7 @@ class _Weights:
 @pytest.mark.parametrize("has_images", [False, True])
 def test_sublayer_gives_what_the_operators_give(has_images: bool, device: torch.device) -> None:
     weights: Any = _Weights(device)
-    experts_of = functools.partial(build_experts, weights.gate_up, weights.down, TOP, LIMIT, library=False)
+    experts_of = functools.partial(build_experts, weights.gate_up, weights.down, TOP, LIMIT, way="triton")
     layer = FeedForward(TOP, 1.5, weights, lambda _: experts_of())
     x = torch.randn(ROWS, HIDDEN).bfloat16().to(device)
     positions = torch.arange(ROWS, dtype=torch.int32, device=device)

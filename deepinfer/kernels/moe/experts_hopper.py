@@ -1,0 +1,118 @@
+"""The routed experts by our own kernels for Hopper: FP4 weights decoded to exact bf16, sums in float32.
+
+Few rows: two launches, bound by reading the weights once (``moe_skinny.cu``). Many rows: tensor cores at full width
+(``moe_wgmma.cu``). Both read one packed copy of the weights (:mod:`.packing`) and are exact but for their float32 sums,
+whose order does not depend on the batch within either.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.moe import packing
+from deepinfer.kernels.moe.expert_inputs import round_activation
+from deepinfer.kernels.moe.experts import ExpertInput, ExpertOutput, PackedExperts, RoutedExperts
+from deepinfer.kernels.moe.grouped_skinny import GroupedSkinny, Plan, SharedActivation, new_output
+from deepinfer.kernels.moe.grouped_wgmma import GroupedExperts
+from deepinfer.kernels.moe.router import Routing
+
+PLANS: tuple[tuple[int, Plan, Plan], ...] = (
+    (1, Plan(1, 4, 2), Plan(1, 2, 2)),
+    (4, Plan(1, 2, 2), Plan(1, 2, 2)),
+    (16, Plan(1, 2, 2, 20), Plan(1, 2, 2, 20)),
+    (32, Plan(1, 1, 2, 24), Plan(1, 1, 2, 20)),
+    (384, Plan(1, 1, 2, 20), Plan(1, 1, 2, 20)),
+)
+"""(most rows, plan of gate-up, plan of down) for steps with few pairs per expert; above, the kernels for many.
+
+Fastest on an H200 (``bench/gpu/check_experts.py``), both products in microseconds, reading at 4.4 TB/s from 32 rows on:
+37 for 1 row, 206 for 8, 658 for 32, 1,037 for 64, 1,445 for 128, 1,618 for 256, 1,800 for 384, where the kernels for
+many need 2,200."""
+
+
+def is_usable(gate_up: PackedExperts, down: PackedExperts) -> bool:
+    """Whether the kernels take these sizes and scales, on this device."""
+    for part in (gate_up, down):
+        n, half = part.codes.shape[1:]
+        if not packing.accepts(n, 2 * half, part.codes.device) or int(part.scales.max()) > packing.MAX_SCALE_BYTE:
+            return False
+    return True
+
+
+def repack(weights: PackedExperts, *, is_paired: bool) -> Tensor:
+    """All experts' tiles ``[experts, K / 64, N / 64, 2176]``, in the memory of ``weights`` where that is one piece."""
+    num_experts, n, half = weights.codes.shape
+    shape = num_experts, 2 * half // packing.TILE, n // packing.TILE, packing.TILE_BYTES
+    if weights.memory is None:
+        packed = torch.empty(shape, dtype=torch.uint8, device=weights.codes.device)
+    else:
+        packed = weights.memory.view(shape)
+    for expert in range(num_experts):
+        codes, scales = weights.codes[expert], weights.scales[expert]
+        if weights.memory is not None:
+            codes, scales = codes.clone(), scales.clone()
+        packing.pack_expert(codes, scales, packed[expert], is_paired=is_paired)
+    return packed
+
+
+class HopperExperts(RoutedExperts):
+    """Routed experts of one layer; takes the packed weights over and repacks them in place.
+
+    Args:
+        batch_invariant: one order of summation for every number of rows: all take the kernels for many.
+    """
+
+    def __init__(
+        self,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        num_selected: int,
+        limit: float,
+        batch_invariant: bool = False,
+    ) -> None:
+        num_experts, hidden = down.codes.shape[:2]
+        super().__init__(num_experts, hidden, down.codes.shape[2] * 2, num_selected, limit)
+        self.batch_invariant = batch_invariant
+        tiles, of_down = repack(gate_up, is_paired=True), repack(down, is_paired=False)
+        if tiles.is_cuda:
+            torch.cuda.synchronize(tiles.device)  # the kernels read weights before they wait for others
+        self.gate_up, self.down = GroupedSkinny(tiles, num_selected, limit), GroupedSkinny(of_down, 1)
+        self.many = GroupedExperts(tiles, of_down, hidden, self.width, num_experts, limit)
+
+    def plans(self, rows: int) -> tuple[Plan, Plan] | None:
+        """Of gate-up and down; None where the kernels for many rows multiply."""
+        if self.batch_invariant:
+            return None
+        return next(((gate_up, down) for most, gate_up, down in PLANS if rows <= most), None)
+
+    def block_of(self, rows: int) -> int:
+        plans = self.plans(rows)
+        return plans[0].block if plans is not None else self.many.block
+
+    def forward(self, inputs: ExpertInput, routing: Routing, shared_gate_up: Tensor | None = None) -> ExpertOutput:
+        rows = inputs.x.shape[0]
+        x = round_activation(inputs.x) if inputs.rounded is None else inputs.rounded
+        plans = self.plans(rows)
+        if plans is None:
+            blocks = self._blocks(routing, self.many.block)
+            values, place = self.many.forward(x, routing.experts, routing.weights, blocks)
+            return ExpertOutput(values, place, self._shared(shared_gate_up))
+        shared = None
+        if shared_gate_up is not None:
+            shared = SharedActivation(shared_gate_up, x.new_empty(rows, self.width))
+        blocks = self._blocks(routing, plans[0].block)
+        inner = new_output(rows * self.num_selected, self.gate_up)
+        # The kernel before the first is the shared expert's product, behind the router: it waited for the order.
+        is_behind = shared is not None and routing.blocks is blocks
+        self.gate_up(x, blocks, inner, plans[0], weights=routing.weights, shared=shared, early=is_behind)
+        values = new_output(rows * self.num_selected, self.down)
+        self.down(inner, blocks, values, plans[1], early=True)
+        return ExpertOutput(values, None, None if shared is None else shared.out)
+
+    def prepare(self) -> None:
+        """Compile and load what a step may launch, ahead of graph capture."""
+        for plans in {(gate_up, down) for _, gate_up, down in PLANS}:
+            for product, plan in zip((self.gate_up, self.down), plans, strict=True):
+                product.prepare(plan)
+        self.many.prepare(self.num_selected)

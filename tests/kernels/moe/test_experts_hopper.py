@@ -1,0 +1,84 @@
+"""The experts on our own kernels, emulated on a CPU: against the experts in Triton, and their memory."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from deepinfer.kernels import nvrtc
+from deepinfer.kernels.moe import packing
+from deepinfer.kernels.moe.expert_blocks import order_pairs
+from deepinfer.kernels.moe.experts import ExpertInput, PackedExperts, build_experts
+from deepinfer.kernels.moe.experts_hopper import PLANS, HopperExperts, is_usable, repack
+from deepinfer.kernels.moe.router import Routing
+from deepinfer.ops.number_formats import q8_round
+from tests.kernels.moe.test_grouped_skinny import GRID, EmulatedKernel
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+EXPERTS, HIDDEN, WIDTH, TOP, LIMIT = 5, 512, 256, 3, 7.0
+
+
+def random_experts(n: int, k: int) -> PackedExperts:
+    codes = torch.randint(0, 256, (EXPERTS, n, k // 2), dtype=torch.uint8)
+    return PackedExperts(codes, torch.randint(116, 122, (EXPERTS, n, k // 32), dtype=torch.uint8))
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 6, 17])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_few_rows_agree_with_triton(rows, has_shared, monkeypatch):
+    torch.manual_seed(rows)
+    gate_up, down = random_experts(2 * WIDTH, HIDDEN), random_experts(HIDDEN, WIDTH)
+    expected_experts = build_experts(gate_up, down, TOP, LIMIT, way="triton")
+    x = torch.randn(rows, HIDDEN).bfloat16()
+    chosen = torch.stack([torch.randperm(EXPERTS)[:TOP] for _ in range(rows)]).int()
+    chosen[rows // 2, 1] = -1
+    weights = torch.rand(rows, TOP)
+    shared = torch.randn(rows, 2 * WIDTH) * 3 if has_shared else None
+    given = ExpertInput(x, rounded=q8_round(x).bfloat16())
+    routing = Routing(chosen, weights, None)
+    expected = expected_experts.forward(given, routing, shared)
+    monkeypatch.setattr(nvrtc, "load_kernel", EmulatedKernel)
+    monkeypatch.setattr(nvrtc, "num_multiprocessors", lambda device: GRID)
+    monkeypatch.setattr(EmulatedKernel, "weight_bytes", 1 << 40)
+    experts = HopperExperts(gate_up, down, TOP, LIMIT)
+    ordered = Routing(chosen, weights, order_pairs(chosen, EXPERTS, experts.block_of(rows)))
+    found = experts.forward(given, ordered, shared)
+    assert found.place is None
+    live = chosen.flatten() >= 0
+    error = (found.values[live].float() - expected.values[live].float()).norm() / expected.values[live].float().norm()
+    assert error < 5e-3  # a float32 sum on the other side of a rounding, now and then
+    if has_shared:
+        assert (found.shared_inner != expected.shared_inner).float().mean() < 3e-3
+    else:
+        assert found.shared_inner is None
+
+
+def test_repacking_in_place_gives_the_same_tiles():
+    weights = random_experts(128, 256)
+    expected = repack(weights, is_paired=True)
+    memory = torch.cat([weights.codes.flatten(1), weights.scales.flatten(1)], 1)
+    codes, scales = memory.split([128 * 128, 128 * 8], dim=1)
+    joint = PackedExperts(codes.unflatten(1, (128, 128)), scales.unflatten(1, (128, 8)), memory)
+    apart = joint.apart()
+    assert torch.equal(apart.codes, weights.codes)
+    assert torch.equal(apart.scales, weights.scales)
+    found = repack(joint, is_paired=True)
+    assert found.data_ptr() == memory.data_ptr()
+    assert torch.equal(found, expected)
+
+
+def test_large_scales_are_left_to_others(monkeypatch):
+    monkeypatch.setattr(packing, "accepts", lambda n, k, device: True)
+    gate_up, down = random_experts(2 * WIDTH, HIDDEN), random_experts(HIDDEN, WIDTH)
+    assert is_usable(gate_up, down)
+    down.scales[3, 5, 1] = packing.MAX_SCALE_BYTE + 1
+    assert not is_usable(gate_up, down)
+
+
+def test_plans_cover_rising_numbers_of_rows():
+    limits = [most for most, *_ in PLANS]
+    assert limits == sorted(limits)
+    assert all(gate_up.block == down.block for _, gate_up, down in PLANS)
