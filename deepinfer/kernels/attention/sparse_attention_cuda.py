@@ -53,7 +53,7 @@ def launch(
     ctas = min(rows, nvrtc.num_multiprocessors(q.device)) if splits == 1 else rows * splits
     arguments: list[Any] = [q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, out]
     arguments += [rows, q.stride(0), window_index.shape[1], entry_slots.shape[1], int(quantize_output)]
-    kernel.launch((ctas, 1, 1), _THREADS, arguments, shared_bytes=shared_bytes, cluster=splits)
+    kernel.launch((ctas, 1, 1), _THREADS, arguments, shared_bytes=shared_bytes, cluster=splits, overlap=True)
 
 
 def definitions(heads: int, rope_width: int, fp4: bool, splits: int, split_weights: bool) -> dict[str, int]:

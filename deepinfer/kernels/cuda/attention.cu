@@ -77,6 +77,10 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ void barrier_init(u64* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
 }
+__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+}
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
@@ -792,6 +796,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
     barrier_init_done();
   }
   __syncthreads();
+  wait_for_earlier_kernels();
   const int role = threadIdx.x / 128;
   if (role == 2) {
     set_registers_down<88>();

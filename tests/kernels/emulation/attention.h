@@ -67,6 +67,7 @@ static u32 shared_address(const void* p) {
 struct Barrier { u16 count, pending; u32 phase; };
 static void barrier_init(u64* p, int count) { *(Barrier*)p = {(u16)count, (u16)count, 0}; }
 static void barrier_init_done() {}
+static void wait_for_earlier_kernels() {}
 static void barrier_arrive(u64* p) {
   Barrier& barrier = *(Barrier*)p;
   if (--barrier.pending == 0) barrier.pending = barrier.count, ++barrier.phase, ++progress;
