@@ -4,7 +4,10 @@
 
 Every sequence has a prompt of random tokens; then all decode. ``wall`` is the median time between steps as a caller
 sees them, ``gpu`` the union of kernel time of a step by the profiler, ``phases`` what scheduling, batches, launches
-and commits take by the engine's own clocks.
+and commits take by the engine's own clocks (``sample`` and ``draft`` include waiting). ``launches`` counts, per step,
+what the host hands to the driver: replays of graphs, single kernels, copies and fills, and waits. With ``--drafts`` a
+step verifies that many drafts per sequence and makes new ones; ``tokens_per_step`` says how many stand, which for
+dummy weights is little more than one.
 """
 
 from __future__ import annotations
@@ -48,24 +51,48 @@ def make_engine(num_drafts: int, max_num_seqs: int, max_model_len: int, num_bloc
     return build_engine(resolved, progress=False)[0]
 
 
-def kernel_union_ms(run: Any, repeats: int) -> float:
-    """Time in which at least one kernel ran, per call."""
+_CALLS = {
+    "graph_replays": ("cudaGraphLaunch", "cuGraphLaunch"),
+    "kernels": (
+        "cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKernel", "cuLaunchKernel", "cuLaunchKernelEx",
+        "cuLaunchCooperativeKernel",
+    ),
+    "copies_and_fills": ("cudaMemcpyAsync", "cudaMemcpy", "cudaMemsetAsync", "cuMemcpyAsync", "cuMemsetD32Async"),
+    "waits": ("cudaEventSynchronize", "cudaStreamSynchronize", "cuStreamSynchronize"),
+}  # fmt: skip
+"""What the host asks of the driver, by the names of the calls."""
+
+
+def gpu_work(run: Any, repeats: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds in which at least one kernel ran, and calls of the host to the driver, per call of ``run``."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(repeats):
             run()
         torch.cuda.synchronize()
+    events = prof.events()
+    calls = dict.fromkeys(_CALLS, 0.0)
+    for event in events:
+        name = event.name.removesuffix("_ptsz").removesuffix("_v2")
+        for kind, names in _CALLS.items():
+            calls[kind] += (name in names) / repeats
     spans = sorted(
         (event.time_range.start, event.time_range.end)
-        for event in prof.events()
+        for event in events
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
     busy, end = 0.0, 0.0
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return busy / repeats / 1e3
+    return busy / repeats / 1e3, calls
+
+
+def _num_tokens(engine: Engine, names: list[str]) -> int:
+    """Tokens that these requests have got."""
+    outputs = [engine.get(name) for name in names]
+    return sum(len(output.outputs[0].token_ids) for output in outputs if output is not None)
 
 
 def measure(
@@ -75,17 +102,17 @@ def measure(
     rng = random.Random(batch)
     params = SamplingParams(temperature=temperature, max_tokens=(steps + 60) * (1 + num_drafts), ignore_eos=True)
     names = [engine.add_request([rng.randrange(100, 100_000) for _ in range(context)], params) for _ in range(batch)]
-    begin, num_decoding = time.perf_counter(), 0
-    while num_decoding < batch:
-        before = engine.statistics.num_decode_tokens
+    begin, num_prefilled = time.perf_counter(), -1
+    while num_prefilled != engine.statistics.num_prefill_tokens or engine.scheduler.num_waiting:
+        num_prefilled = engine.statistics.num_prefill_tokens
         engine.run_step()
-        num_decoding = engine.statistics.num_decode_tokens - before
+        engine.run_step()  # steps are committed one step later
     prefill_s = time.perf_counter() - begin
     for _ in range(8):
         engine.run_step()
     torch.cuda.synchronize()
     engine.timer.reset()
-    walls = []
+    walls, num_before = [], _num_tokens(engine, names)
     last = time.perf_counter()
     for _ in range(steps):
         engine.run_step()
@@ -93,7 +120,8 @@ def measure(
         walls.append(1e3 * (now - last))
         last = now
     phases = {name: 1e3 * seconds / steps for name, seconds in engine.timer.seconds.items()}
-    gpu_ms = kernel_union_ms(engine.run_step, 10)
+    num_tokens = _num_tokens(engine, names) - num_before
+    gpu_ms, calls = gpu_work(engine.run_step, 10)
     for name in names:
         engine.abort(name)
     engine.take_changes()
@@ -103,7 +131,8 @@ def measure(
     return {
         "batch": batch, "context": context, "drafts": num_drafts, "wall_ms": wall_ms,
         "wall_p90_ms": statistics.quantiles(walls, n=10)[8], "gpu_ms": gpu_ms, "wall_over_gpu": wall_ms / gpu_ms,
-        "tokens_per_s": batch * 1e3 / wall_ms, "phases_ms": phases, "prefill_s": prefill_s,
+        "launches": calls, "tokens_per_step": num_tokens / steps / batch,
+        "tokens_per_s": num_tokens / steps * 1e3 / wall_ms, "phases_ms": phases, "prefill_s": prefill_s,
         "vllm_wall_ms": VLLM_WALL_MS.get(batch) if not num_drafts else None,
     }  # fmt: skip
 
@@ -132,7 +161,8 @@ def main() -> None:
             continue
         results.append(record)
         shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in record.items()}
-        shown["phases_ms"] = {key: round(value, 3) for key, value in record["phases_ms"].items()}
+        for name in ("phases_ms", "launches"):
+            shown[name] = {key: round(value, 3) for key, value in record[name].items()}
         print(shown, flush=True)
     engine.close()
     record = {

@@ -57,9 +57,18 @@ class DeviceConfig:
     """``cpu``, ``nvidia`` or ``ascend``: already checked to be available."""
     num_threads: int
     """Host threads of one forward."""
+    graphs: str = "startup"
+    """When CUDA graphs are captured, where the platform's path has them: ``startup``, ``lazy`` or ``off``."""
 
     def __post_init__(self) -> None:
         number = self.num_threads
+        _require(
+            self.graphs in ("startup", "lazy", "off"),
+            "cuda_graphs",
+            self.graphs,
+            "there is no such time to capture graphs at",
+            "use startup, lazy or off",
+        )
         _require(number >= 1, "num_threads", number, "a forward needs a thread", "give a number >= 1")
 
 

@@ -86,6 +86,15 @@ OPTIONS: tuple[Option, ...] = (
         help="What to run on. This version has the CPU engine only.",
     ),
     Option(
+        name="cuda_graphs",
+        field="device.graphs",
+        kind=Kind.STR,
+        default="startup",
+        choices=("startup", "lazy", "off"),
+        help="When the fused path captures the CUDA graphs of decoding and drafting: all sizes before the first "
+        "request, each when it is first met, or never. Other paths have none.",
+    ),
+    Option(
         name="num_threads",
         field="device.num_threads",
         kind=Kind.INT,

@@ -216,7 +216,7 @@ def _device(values: Mapping[str, Any], model: ModelConfig, reasons: list[Reason]
         if width <= SMALL_WIDTH:
             num_threads, why = 1, f"a model of width {width} gains little from more, and they stall on a busy machine"
         reasons.append(Reason("device.num_threads", num_threads, why))
-    return DeviceConfig(platform=platform.name, num_threads=num_threads)
+    return DeviceConfig(platform=platform.name, num_threads=num_threads, graphs=values["cuda_graphs"])
 
 
 def _scheduler(

@@ -126,7 +126,7 @@ def build_engine(
     num_drafts = config.speculation.num_tokens
     refusal, step_bytes = not_fused_because(config, model_config), 0
     if refusal is None:
-        step_bytes = bytes_beside_context(step_reserves(model_config.text, step_shape(config.scheduler)))
+        step_bytes = bytes_beside_context(step_reserves(model_config.text, step_shape(config)))
         make_runner = load_fused_runner(config, model_config, vocab, device, progress)
     else:
         if config.device.platform == "nvidia":
@@ -153,6 +153,9 @@ def build_engine(
     prefix = build_prefix_planner(config, model_config.text, pool, backtracking)
     scheduler = Scheduler(config.scheduler, pool, StateSlots(num_slots), history_len, prefix)
     worker = build_worker(config, runner, SlotState(num_slots, num_drafts, history_len))
+    if config.device.graphs == "startup":
+        worker.capture_graphs(progress)
+        runner.timer.reset()
     planner = None
     if num_drafts and config.speculation.stops_where_it_does_not_pay:
         cost = step_cost(config, runner) if config.speculation.adaptive else None

@@ -57,19 +57,43 @@ def _misfit(text: TextConfig) -> str | None:
     return None
 
 
-def step_shape(limits: SchedulerConfig) -> StepShape:
+def step_shape(config: EngineConfig) -> StepShape:
     """The largest step of an engine, for its memory."""
+    limits = config.scheduler
+    steps, drafts = captured_sizes(config)
     return StepShape(
         max_rows=limits.max_num_batched_tokens,
         max_sampled_rows=limits.max_num_seqs * (1 + limits.num_speculative_tokens),
-        num_graphs=len(graph_sizes(limits)),
+        num_graphs=len(steps) + len(drafts),
+        num_drafts=limits.num_speculative_tokens,
+        max_graph_drafts=drafts[-1] if drafts else 0,
     )
+
+
+def captured_sizes(config: EngineConfig) -> tuple[list[int], list[int]]:
+    """Rows of the steps and sequences of the drafts that an engine captures."""
+    if config.device.graphs == "off":
+        return [], []
+    keeps_distributions = config.speculation.sampler == "rejection"  # these have no fixed place, so no graph
+    return graph_sizes(config.scheduler), [] if keeps_distributions else draft_graph_sizes(config.scheduler)
 
 
 def graph_sizes(limits: SchedulerConfig) -> list[int]:
     """Rows of the captured steps: any batch that decodes, with its drafts, padded to the next size."""
     decoding = limits.max_num_seqs * (1 + limits.num_speculative_tokens)
-    largest = min(decoding, MAX_GRAPH_ROWS, limits.max_num_batched_tokens)
+    return _sizes_up_to(min(decoding, MAX_GRAPH_ROWS, limits.max_num_batched_tokens))
+
+
+def draft_graph_sizes(limits: SchedulerConfig) -> list[int]:
+    """Sequences of the captured drafts, whose blocks have as many rows as there are drafts."""
+    drafts = limits.num_speculative_tokens
+    if not drafts:
+        return []
+    most = min(MAX_GRAPH_ROWS, limits.max_num_batched_tokens) // drafts
+    return _sizes_up_to(min(limits.max_num_seqs, most)) if most else []
+
+
+def _sizes_up_to(largest: int) -> list[int]:
     sizes = [size for size in _SMALL_GRAPHS if size < largest]
     sizes += range(_SMALL_GRAPHS[-1] + _GRAPH_STEP, largest, _GRAPH_STEP)
     return [*sizes, largest]
@@ -100,7 +124,7 @@ def load_fused_runner(
     loader.close()
     if importlib.util.find_spec("humming") is None:
         logger.warning("the package humming-kernels is not installed: routed experts run in Triton, which is slower")
-    sizes = graph_sizes(config.scheduler) if device.type == "cuda" else []
+    steps, drafts = captured_sizes(config) if device.type == "cuda" else ([], [])
     max_blocks = -(-config.scheduler.max_model_len // BLOCK_TOKENS)
 
     def make(**arguments: object) -> ModelRunner:
@@ -109,7 +133,8 @@ def load_fused_runner(
             model,
             device=device,
             draft=draft,
-            graph_sizes=sizes,
+            graph_sizes=steps,
+            draft_sizes=drafts,
             max_blocks=max_blocks,
             **arguments,  # type: ignore[arg-type]
         )

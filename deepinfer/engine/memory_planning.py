@@ -28,7 +28,7 @@ def plan_device_memory(config: EngineConfig, model: ModelConfig, device_bytes: i
     return plan_memory(
         device_bytes=device_bytes,
         weights=weights,
-        reserves=step_reserves(model.text, step_shape(limits)),
+        reserves=step_reserves(model.text, step_shape(config)),
         sizes=cache_sizes(model, config.numerics, max(MAX_BACKTRACKING, num_drafts + 1)),
         num_slots=num_state_slots(limits.max_num_seqs),
         max_num_seqs=limits.max_num_seqs,

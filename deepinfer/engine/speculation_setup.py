@@ -14,6 +14,7 @@ import torch
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.messages import Chunk, StepPlan
+from deepinfer.models.dspark import DSpark
 from deepinfer.platforms.selection import select_platform
 from deepinfer.sampling.batch import SamplingBatchBuilder
 from deepinfer.sampling.sampler import Sampler
@@ -48,10 +49,25 @@ def build_worker(config: EngineConfig, runner: ModelRunner, slots: SlotState) ->
         verifier, draft_sampler = RejectionVerifier(sampler), IndependentDraftSampler(sampler)
     drafter = None
     if runner.draft is not None:
-        temperatures = confidence_temperatures(config)
-        builder = SamplingBatchBuilder(vocab, device=device)
-        drafter = Drafter(runner.draft, runner, num_drafts, temperatures, draft_sampler, builder)
+        drafter = _build_drafter(runner, num_drafts, confidence_temperatures(config), draft_sampler, banned)
     return Worker(runner, verifier, SamplingBatchBuilder(vocab, device=device), slots, drafter)
+
+
+def _build_drafter(
+    runner: ModelRunner, num_drafts: int, temperatures: Sequence[float], sampler: DraftSampler, banned: Sequence[int]
+) -> Drafter:
+    vocab, device = runner.config.vocab_size, runner.device
+    batches = SamplingBatchBuilder(vocab, device=device)
+    if isinstance(runner.draft, DSpark):
+        return Drafter(runner.draft, runner, num_drafts, temperatures, sampler, batches)
+    # Triton is imported with these, and it is there where the fused draft is.
+    from deepinfer.sampling.device_choice import DeviceChoice
+    from deepinfer.worker.fused_drafter import FusedDrafter
+    from deepinfer.worker.fused_runner import FusedRunner
+
+    assert isinstance(runner, FusedRunner)
+    choice = DeviceChoice(vocab, banned, device)
+    return FusedDrafter(runner, num_drafts, temperatures, sampler, batches, choice)
 
 
 def confidence_temperatures(config: EngineConfig) -> tuple[float, ...]:

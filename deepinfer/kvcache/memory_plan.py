@@ -22,6 +22,7 @@ CONTEXT_BYTES = 700 * 2**20
 BYTES_PER_GRAPH = 24 * 2**20
 """What one captured graph takes, its nodes and its share of the common pool."""
 
+_HEAD_ROWS = 64
 _ACTIVATION_BYTES, _FLOAT_BYTES = 2, 4
 
 
@@ -49,6 +50,10 @@ class StepShape:
     """Rows whose logits exist at once."""
     num_graphs: int = 0
     """CUDA graphs that are kept."""
+    num_drafts: int = 0
+    """Tokens of a draft's block."""
+    max_graph_drafts: int = 0
+    """Sequences of the largest draft that is a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +145,17 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
         item("attention", rows, sublayer, _ACTIVATION_BYTES),
         item("routed experts", rows, routed, _ACTIVATION_BYTES),
         item("selection", rows, selection, _FLOAT_BYTES),
+        item("logits of captured drafts", _captured_logits(shape), text.vocab_size, _FLOAT_BYTES),
         item("logits and their copy", shape.max_sampled_rows, 2 * text.vocab_size, _FLOAT_BYTES),
     )
+
+
+def _captured_logits(shape: StepShape) -> int:
+    """Rows of logits in the memory of the graphs, which nobody else can use: those of all slots of the largest draft,
+    and three of one slot at a time (its own, their Markov part, one in flight). The smaller drafts live in the same."""
+    requests = shape.max_graph_drafts
+    padded = -(-requests // _HEAD_ROWS) * _HEAD_ROWS  # as batch-invariant products of the vocabulary are
+    return requests * shape.num_drafts + 3 * padded
 
 
 def bytes_beside_context(reserves: Iterable[MemoryItem]) -> int:

@@ -12,6 +12,7 @@ from deepinfer.kernels.dense.linear import Bf16Linear, Fp8Linear
 from deepinfer.kernels.dense.linear_triton import q8_round_
 from deepinfer.layers.caches import ModelCaches
 from deepinfer.layers.fused.device_rows import DeviceRows
+from deepinfer.layers.fused.draft_rows import draft_rows
 from deepinfer.layers.fused.residual import flush
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
@@ -77,11 +78,28 @@ class FusedDSpark:
         keep_logits: bool = False,
     ) -> Proposal:
         """Draft ``block`` tokens for every request; arguments as for :meth:`deepinfer.models.dspark.DSpark.propose`."""
+        return self.draft(newest, block, _rows_of(window, angles), caches, choose, keep_logits)
+
+    def draft(
+        self,
+        newest: Tensor,
+        block: int,
+        rows: DeviceRows,
+        caches: ModelCaches,
+        choose: ChooseToken,
+        keep_logits: bool = False,
+    ) -> Proposal:
+        """As :meth:`propose`, with rows that are laid out in fixed shapes. Launches only, as far as ``choose`` is.
+
+        Args:
+            newest: ``[requests]`` int64, in the vocabulary also where the rows are padding.
+            rows: ``[requests * block]``, of :class:`~deepinfer.layers.fused.draft_rows.DraftExpander`.
+        """
         requests = newest.shape[0]
         ids = torch.full((requests, block), self.config.dspark_noise_token_id, device=newest.device)
         ids[:, 0] = newest
         residual = self.backbone.embed(ids.flatten())
-        step = FusedStep(_rows_of(window, angles), ids.flatten())
+        step = FusedStep(rows, ids.flatten())
         for layer in self.layers:
             layer.forward(residual, step, caches.draft)
         flush(residual)
@@ -113,21 +131,8 @@ class FusedDSpark:
 
 
 def _rows_of(window: RingView, angles: Angles) -> DeviceRows:
-    """The rows of draft blocks: they see context keys in the rings and their own block, and store nothing."""
+    """The rows of a layout that the host made."""
     count = window.index.shape[0]
     place = torch.cat((torch.arange(count, device=window.index.device), -2 - window.previous))
     index = torch.where(window.index < 0, -1, place[window.index.clamp_min(0)]).to(torch.int32)
-    nothing = torch.full((count,), -1, dtype=torch.int32, device=index.device)
-    return DeviceRows(
-        token_ids=nothing,
-        positions=torch.zeros_like(nothing),
-        sequence=torch.zeros_like(nothing),
-        block_tables=nothing[:1, None],
-        ring_slot=nothing,
-        keys_first=False,
-        window_index=index,
-        plain_angles=angles,
-        compressed_angles=angles,
-        streams={},
-        spans=None,
-    )
+    return draft_rows(torch.zeros(count, dtype=torch.int32, device=index.device), index, angles)

@@ -15,6 +15,7 @@ from deepinfer.sampling.batch import SamplingBatch
 from deepinfer.sampling.edits import GrammarMask
 from deepinfer.sampling.gumbel_table import gumbel_table
 from deepinfer.sampling.processors import process
+from deepinfer.sampling.row_parameters import RowParameters
 from deepinfer.sampling.transfer import to_device
 
 
@@ -42,17 +43,39 @@ class DeviceChoice:
         Args:
             logits: float32 ``[rows, vocab]``, contiguous, not changed.
         """
-        rows, parameters = logits.shape[0], batch.constants.parameters
+        parameters = batch.constants.parameters
         assert parameters is not None, "a batch of a GPU has the parameters of its rows"
-        if self._workspace is None or self._workspace.max_rows < rows:
-            max_rows = max(64, 2 * rows)
-            self._workspace = SamplingWorkspace(max_rows, self._vocab_size, self._table)
-            self._first_mask = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
         # Masks are applied by the kernels; the rest changes single logits.
         processed = process(logits, replace(batch, grammar=None))
-        masks, mask_rows = self._masks(rows, batch.grammar)
-        token_ids, is_bad = sample(
-            processed,
+        token_ids, is_bad = self.draw(processed, parameters, batch.positions, batch.grammar)
+        if processed is not logits:  # what an edit hid counts too
+            is_bad |= ~logits.amax(-1).isfinite()
+            token_ids.masked_fill_(is_bad, 0)
+        return token_ids, is_bad
+
+    def reserve(self, rows: int) -> None:
+        """Make the scratch memory large enough. A graph keeps its address, so it must not have to grow later."""
+        if self._workspace is None or self._workspace.max_rows < rows:
+            max_rows = max(64, rows)
+            self._workspace = SamplingWorkspace(max_rows, self._vocab_size, self._table)
+            self._first_mask = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
+
+    def draw(
+        self, logits: Tensor, parameters: RowParameters, positions: Tensor, grammar: GrammarMask | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`sample`, of logits that need no edits. Launches only, where there is room for them already.
+
+        Args:
+            logits: float32 ``[rows, vocab]``, contiguous, not changed.
+            positions: int64 ``[rows]``: absolute position that each token will have.
+        """
+        rows = logits.shape[0]
+        if self._workspace is None or self._workspace.max_rows < rows:
+            self.reserve(2 * rows)
+        assert self._workspace is not None
+        masks, mask_rows = self._masks(rows, grammar)
+        return sample(
+            logits,
             SamplingRows(
                 kind=parameters.kind,
                 temperature=parameters.temperature,
@@ -60,17 +83,13 @@ class DeviceChoice:
                 top_p=parameters.top_p,
                 top_k=parameters.top_k,
                 seeds=parameters.seeds,
-                positions=batch.positions,
+                positions=positions,
                 masks=masks,
                 mask_rows=mask_rows,
             ),
             self._workspace,
             truncates=parameters.truncates,
         )
-        if processed is not logits:  # what an edit hid counts too
-            is_bad |= ~logits.amax(-1).isfinite()
-            token_ids.masked_fill_(is_bad, 0)
-        return token_ids, is_bad
 
     def _masks(self, rows: int, grammar: GrammarMask | None) -> tuple[Tensor | None, Tensor | None]:
         """All masks of a step, and which one each row has."""

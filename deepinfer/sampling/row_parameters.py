@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -78,3 +78,37 @@ class RowParameters:
         dtypes = [torch.from_numpy(column).dtype for column in columns.values()]
         tensors = {name: part.view(dtype) for name, part, dtype in zip(columns, parts, dtypes, strict=True)}
         return cls(**tensors, truncates=Kind.TRUNCATED in kinds)
+
+    @classmethod
+    def neutral(cls, rows: int, vocab_size: int, device: torch.device) -> RowParameters:
+        """Greedy rows, to be overwritten by :meth:`copy_`. ``truncates`` is true: any row may become truncated."""
+
+        def full(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=device)
+
+        return cls(
+            kind=full(KIND_NUMBERS[Kind.GREEDY], torch.int32),
+            temperature=full(1.0, torch.float32),
+            min_log_p=full(-math.inf, torch.float32),
+            top_p=full(1.0, torch.float64),
+            top_k=full(vocab_size, torch.int32),
+            seeds=full(0, torch.int64),
+            truncates=True,
+        )
+
+    def copy_(self, other: RowParameters) -> None:
+        """Take over the rows of ``other``, which may be fewer, in place; rows behind them become greedy."""
+        count = len(other.kind)
+        for name in self.tensor_names():
+            getattr(self, name)[:count].copy_(getattr(other, name))
+        self.kind[count:].fill_(KIND_NUMBERS[Kind.GREEDY])
+
+    def first(self, rows: int) -> RowParameters:
+        """Views of the first rows."""
+        views = {name: getattr(self, name)[:rows] for name in self.tensor_names()}
+        return RowParameters(**views, truncates=self.truncates)
+
+    @classmethod
+    def tensor_names(cls) -> list[str]:
+        """The fields that are tensors."""
+        return [field.name for field in fields(cls) if field.name != "truncates"]

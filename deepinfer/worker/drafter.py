@@ -15,11 +15,13 @@ from deepinfer.sampling.state import SamplingState
 from deepinfer.speculative.draft_distribution import DraftDistributions
 from deepinfer.speculative.draft_sampling import DraftSampler
 from deepinfer.speculative.drafts import Drafts
+from deepinfer.speculative.verification import Verified
 from deepinfer.structured.masks import MaskBatch
 from deepinfer.structured.matcher import GrammarMatcher
 from deepinfer.worker.draft_batch import build_draft_batch
 from deepinfer.worker.grammar_walk import GrammarWalk
 from deepinfer.worker.model_runner import ModelRunner
+from deepinfer.worker.unread import UnreadDrafts
 
 
 class Drafter:
@@ -99,13 +101,38 @@ class Drafter:
             choose,
         )
         walk.undo()
-        distributions = Drafts.of_slots(proposal.token_ids.unbind(1), drawn).distributions
-        if distributions is not None:
-            own = torch.arange(self.num_drafts, device=device)
-            for place, slot in enumerate(slots):
-                self._stored[slot] = distributions.select(own + place * self.num_drafts)
+        self._store(slots, proposal.token_ids, drawn)
         confidence = torch.sigmoid((proposal.confidence_logits / self._temperatures).clamp(-60, 60))
         return proposal.token_ids, confidence
+
+    def capture_graphs(self, show_progress: bool) -> None:
+        """Capture what can be replayed; see :class:`~deepinfer.worker.fused_drafter.FusedDrafter`."""
+
+    def can_follow(self, owners: Sequence[SamplingState], grammars: Sequence[GrammarMatcher | None]) -> bool:
+        """Whether :meth:`follow` can draft for these sequences: nothing it needs is known to the host only."""
+        return False
+
+    def follow(
+        self, owners: Sequence[SamplingState], slots: Sequence[int], firsts: Sequence[int], verified: Verified
+    ) -> UnreadDrafts:
+        """As :meth:`propose`, behind tokens that the host has not seen. Launches only.
+
+        Args:
+            owners: as for :meth:`propose`. slots: state slots.
+            firsts: position of each sequence's first sampled row.
+            verified: result of these rows, on the device. What is drafted for bad sequences means nothing.
+        """
+        raise NotImplementedError
+
+    def _store(self, slots: Sequence[int], token_ids: Tensor, drawn: Sequence[DraftDistributions | None]) -> None:
+        """Keep what the drafts were drawn from, where a verifier wants it."""
+        if not any(each is not None for each in drawn):
+            return
+        distributions = Drafts.of_slots(token_ids.unbind(1), drawn).distributions
+        assert distributions is not None
+        own = torch.arange(self.num_drafts, device=token_ids.device)
+        for place, slot in enumerate(slots):
+            self._stored[slot] = distributions.select(own + place * self.num_drafts)
 
     def stored_distributions(self, slots: Sequence[int]) -> DraftDistributions:
         """What the drafts of these state slots were drawn from, ``num_drafts`` rows each.

@@ -20,6 +20,7 @@ from deepinfer.worker.decode_graphs import DecodeGraphs
 from deepinfer.worker.decoder_rows import kept_rows, narrows_decoder
 from deepinfer.worker.device_step import device_ngram_ids, host_table, padded_block_tables, token_ids
 from deepinfer.worker.device_tokens import DeviceTokens
+from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.model_runner import ModelRunner, StepResult
 from deepinfer.worker.ragged_rows import RaggedRows
 
@@ -29,6 +30,7 @@ class FusedRunner(ModelRunner):
 
     Args:
         graph_sizes: rows of the steps that are captured; none runs every step launch by launch.
+        draft_sizes: requests of the drafts that are captured.
         max_blocks: blocks per sequence that captured steps can address.
     """
 
@@ -41,6 +43,7 @@ class FusedRunner(ModelRunner):
         is_compact: bool = True,
         draft: FusedDSpark | None = None,
         graph_sizes: Sequence[int] = (),
+        draft_sizes: Sequence[int] = (),
         max_blocks: int = 1,
     ) -> None:
         super().__init__(config, model, geometry, device, is_compact, draft)
@@ -51,7 +54,9 @@ class FusedRunner(ModelRunner):
         self.expander = RowExpander(geometry, ratios, self.plain_frequencies, self.compressed_frequencies)
         self.ngram_size = config.engram_max_ngram_size if config.engram_layer_ids else 0
         self.device_tokens = DeviceTokens(geometry.num_slots, self.ngram_size, device)
-        self.graphs = DecodeGraphs(self, graph_sizes, max_blocks) if graph_sizes else None
+        self.draft_sizes = tuple(draft_sizes)
+        self.graph_pool = GraphPool()
+        self.graphs = DecodeGraphs(self, graph_sizes, max_blocks, self.graph_pool) if graph_sizes else None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, trace: dict[str, Tensor] | None = None) -> StepResult:
@@ -72,8 +77,11 @@ class FusedRunner(ModelRunner):
             samples = np.concatenate(
                 [np.arange(end - chunk.num_sampled, end) for chunk, end in zip(chunks, ragged.ends, strict=True)]
             )
-            if self.graphs is not None and is_short and not is_cut and self.graphs.covers(host):
-                trunk, read_mix, known = self.graphs.replay(host, ngrams)
+            found = None
+            if self.graphs is not None and is_short and not is_cut:
+                found = self.graphs.replay(host, ngrams)
+            if found is not None:
+                trunk, read_mix, known = found
             else:
                 step = self.step_of(
                     self.move(host.table), self.move(host.block_tables), ngrams, is_short and not is_cut
@@ -87,6 +95,12 @@ class FusedRunner(ModelRunner):
             self._note_feature_floors(chunks)
         self.checkpoints.save(plan.saves)
         return StepResult(self.model, trunk, read_mix, sample_rows, known)
+
+    def capture_graphs(self, show_progress: bool) -> None:
+        """Capture what :meth:`run` replays, at start-up rather than when a size is first met."""
+        if self.graphs is not None:
+            with torch.inference_mode():
+                self.graphs.graphs.capture_all(show_progress)
 
     def forward(self, step: FusedStep) -> tuple[Tensor, Tensor]:
         """The layers, and the draft's context keys behind them. Launches only."""

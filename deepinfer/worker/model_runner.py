@@ -109,6 +109,9 @@ class ModelRunner:
         self.checkpoints.save(plan.saves)
         return StepResult(self.model, trunk, read_mix, batch.sample_rows)
 
+    def capture_graphs(self, show_progress: bool) -> None:
+        """Capture what can be replayed, largest first; here nothing can."""
+
     def _remember_features(self, plan: StepPlan, state: StepState) -> None:
         assert isinstance(self.draft, DSpark)
         self._note_feature_floors(plan.chunks)

@@ -22,6 +22,7 @@ from deepinfer.structured.matcher import GrammarMatcher
 from deepinfer.worker.drafter import Drafter
 from deepinfer.worker.model_runner import ModelRunner, StepResult
 from deepinfer.worker.slot_state import SlotState
+from deepinfer.worker.unread import UnreadDrafts, UnreadStep, UnreadTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +77,6 @@ class StepTokens:
     draft_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadTokens:
-    """What a chained step sampled, on its way to the host."""
-
-    chunks: tuple[Chunk, ...]
-    generations: tuple[int, ...]
-    verified: Verified
-    """On the host once ``arrived`` says so."""
-    arrived: torch.cuda.Event | None
-    """None where the host has it already."""
-
-
 class Worker:
     """Runs steps in two halves, so that a step can be launched before the one before it has been looked at.
 
@@ -119,6 +108,12 @@ class Worker:
         self._masks.close()
         if self.drafter is not None:
             self.drafter.close()
+
+    def capture_graphs(self, show_progress: bool) -> None:
+        """Capture the graphs of all sizes of steps, where there are any, so that no request waits for that."""
+        self.runner.capture_graphs(show_progress)
+        if self.drafter is not None:
+            self.drafter.capture_graphs(show_progress)
 
     def launch(self, plan: StepPlan, verify_rows: int | None = None) -> Launched:
         """Start the forward of a plan with at least one chunk.
@@ -164,14 +159,30 @@ class Worker:
         timer = self.runner.timer
         begin = timer.milliseconds("sample"), timer.milliseconds("draft")
         with timer.phase("sample"):
-            verified = self._verify(step, chunks, owners, rows).cpu()
+            unread = UnreadStep.of(self._verify(step, chunks, owners, rows))
+        following = None
+        if self.drafter is not None and wants_drafts and self._can_follow(owners):
+            with timer.phase("draft"):
+                following = self._follow(chunks, owners, unread.on_device)
+        with timer.phase("sample"):
+            verified = unread.wait()
             found = self._take_in(chunks, verified)
         survivals: dict[str, list[float]] = {}
         if self.drafter is not None and wants_drafts:
             alive = [place for place, chunk in enumerate(chunks) if not found[chunk.request_id].is_bad]
-            tokens = [found[chunks[place].request_id].token_ids for place in alive]
             with timer.phase("draft"):
-                survivals = self._draft([chunks[place] for place in alive], [owners[place] for place in alive], tokens)
+                if following is not None:
+                    drafts, confidence = following.wait()
+                    survivals = self._propose(
+                        [chunks[place] for place in alive],
+                        [drafts[place] for place in alive],
+                        [confidence[place] for place in alive],
+                    )
+                else:
+                    tokens = [found[chunks[place].request_id].token_ids for place in alive]
+                    survivals = self._draft(
+                        [chunks[place] for place in alive], [owners[place] for place in alive], tokens
+                    )
         self._jump_ahead(chunks, owners, found)
         sample_ms, draft_ms = timer.milliseconds("sample") - begin[0], timer.milliseconds("draft") - begin[1]
         return StepTokens(found, verified.rows, survivals, sample_ms, draft_ms)
@@ -209,27 +220,22 @@ class Worker:
             ngrams = None if step.result.ngram_ids is None else step.result.ngram_ids[rows]
             tokens.advance(slots, verified.token_ids[:, 0].clamp_min(0), ngrams)
             generations = tuple(self.slots.advance_unread(chunk) for chunk in chunks)
-            arrived = None
-            if self.runner.device.type == "cuda":
-                verified = verified.to_host()
-                arrived = torch.cuda.Event()
-                arrived.record()
-        return UnreadTokens(tuple(chunks), generations, verified, arrived)
+            unread = UnreadStep.of(verified)
+        return UnreadTokens(tuple(chunks), generations, unread)
 
     def read(self, unread: UnreadTokens | None) -> StepTokens:
         """Wait for the tokens of a chained step."""
         if unread is None:
             return StepTokens({}, None, {})
         with self.runner.timer.phase("sample"):
-            if unread.arrived is not None:
-                unread.arrived.synchronize()
+            verified = unread.step.wait()
             found = {}
-            tokens, bad = unread.verified.token_ids[:, 0].tolist(), unread.verified.is_bad.tolist()
+            tokens, bad = verified.token_ids[:, 0].tolist(), verified.is_bad.tolist()
             places = zip(unread.chunks, unread.generations, tokens, bad, strict=True)
             for row, (chunk, generation, token, is_bad) in enumerate(places):
                 found[chunk.request_id] = SequenceTokens([] if is_bad else [token], row, 0, [], is_bad)
                 self.slots.read(chunk, generation, max(token, 0))
-        return StepTokens(found, unread.verified.rows, {})
+        return StepTokens(found, verified.rows, {})
 
     def _sampled_rows(
         self, step: Launched, states: Sequence[RowOwner | None]
@@ -328,8 +334,28 @@ class Worker:
         grammars = [owner.grammar for owner in owners]
         sampling = [owner.sampling for owner in owners]
         proposed, confidence = self.drafter.propose(sampling, grammars, where, anchors, tokens)
+        return self._propose(chunks, proposed.tolist(), confidence.tolist())
+
+    def _can_follow(self, owners: list[RowOwner]) -> bool:
+        assert self.drafter is not None
+        return self.drafter.can_follow([owner.sampling for owner in owners], [owner.grammar for owner in owners])
+
+    def _follow(self, chunks: list[Chunk], owners: list[RowOwner], verified: Verified) -> UnreadDrafts:
+        """Launch the draft right behind the verification, whose result the host has not seen."""
+        assert self.drafter is not None
+        return self.drafter.follow(
+            [owner.sampling for owner in owners],
+            [chunk.state_slot for chunk in chunks],
+            [chunk.end - chunk.num_sampled for chunk in chunks],
+            verified,
+        )
+
+    def _propose(
+        self, chunks: list[Chunk], drafts: list[list[int]], confidence: list[list[float]]
+    ) -> dict[str, list[float]]:
+        """Record the drafts of these sequences. Returns survivals by sequence."""
         survivals = {}
-        for chunk, ids, rates in zip(chunks, proposed.tolist(), confidence.tolist(), strict=True):
+        for chunk, ids, rates in zip(chunks, drafts, confidence, strict=True):
             self.slots.propose(chunk.state_slot, ids, rates)
             rates_so_far, survival = 1.0, []
             for rate in rates:

@@ -91,6 +91,10 @@ class ScriptedModel:
 
     # ---- in place of the drafter ---------------------------------------------------------------------------------
 
+    def can_follow(self, owners: Any, grammars: Any) -> bool:
+        """A script is read on the host."""
+        return False
+
     def propose(
         self, owners: Sequence[Any], grammars: Any, slots: Sequence[int], anchors: Sequence[int], tokens: Any
     ) -> Any:

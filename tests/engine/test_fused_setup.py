@@ -15,9 +15,10 @@ from deepinfer.config.env import read_environment
 from deepinfer.config.resolve import resolve
 from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.engine import fused_setup
-from deepinfer.engine.fused_setup import graph_sizes, not_fused_because
+from deepinfer.engine.fused_setup import draft_graph_sizes, graph_sizes, not_fused_because, step_shape
 from deepinfer.engine.speculation_setup import _measured_sizes
-from deepinfer.errors import CapacityError
+from deepinfer.errors import CapacityError, ConfigError
+from deepinfer.kvcache.memory_plan import step_reserves
 
 
 def on_nvidia(path: Path, **arguments: Any) -> EngineConfig:
@@ -65,6 +66,35 @@ def test_no_captured_step_is_larger_than_a_step_may_be() -> None:
     assert graph_sizes(replace(limits, max_num_batched_tokens=4096))[-1] == 512
     assert graph_sizes(replace(limits, num_speculative_tokens=0))[-1] == 100
     assert graph_sizes(SchedulerConfig(max_num_seqs=1)) == [1]
+
+
+def test_captured_drafts_hold_every_batch_up_to_a_limit() -> None:
+    limits = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=4096, num_speculative_tokens=5)
+    assert draft_graph_sizes(limits) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert draft_graph_sizes(replace(limits, max_num_seqs=256))[-1] == 512 // 5
+    assert draft_graph_sizes(replace(limits, max_num_batched_tokens=70))[-1] == 14
+    assert draft_graph_sizes(replace(limits, max_num_seqs=1, max_num_batched_tokens=4)) == []
+    assert draft_graph_sizes(replace(limits, num_speculative_tokens=0)) == []
+
+
+def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> None:
+    arguments: dict[str, Any] = {"max_num_seqs": 16, "num_speculative_tokens": 4}
+    shapes = {mode: step_shape(on_nvidia(tiny_path, cuda_graphs=mode, **arguments)) for mode in ("startup", "off")}
+    config = on_nvidia(tiny_path, **arguments)
+    decoding, drafting = graph_sizes(config.scheduler), draft_graph_sizes(config.scheduler)
+    assert shapes["startup"].num_graphs == len(decoding) + len(drafting)
+    assert shapes["startup"].max_graph_drafts == 16
+    assert shapes["off"].num_graphs == shapes["off"].max_graph_drafts == 0
+    text = tiny_config(vision=False).text
+    reserves = {
+        mode: {item.name: item.num_bytes for item in step_reserves(text, shape)} for mode, shape in shapes.items()
+    }
+    assert reserves["off"]["graphs"] == reserves["off"]["logits of captured drafts"] == 0
+    rows = 16 * 4 + 3 * 64
+    assert reserves["startup"]["logits of captured drafts"] == rows * text.vocab_size * 4
+    assert step_shape(on_nvidia(tiny_path, sampler="rejection", **arguments)).num_graphs == len(decoding)
+    with pytest.raises(ConfigError, match="cuda_graphs"):
+        on_nvidia(tiny_path, cuda_graphs="sometimes")
 
 
 def test_no_measured_step_is_larger_than_a_step_may_be(tiny_path: Path) -> None:

@@ -135,6 +135,127 @@ def test_speculation_changes_no_token(path: Path) -> None:
     assert sum(same) >= 3, same
 
 
+def speculating(path: Path, **arguments: Any) -> Engine:
+    """An engine that drafts in every step."""
+    engine = make_engine(
+        path, accelerator="nvidia", **{"num_speculative_tokens": 4, "adaptive_verification": False, **arguments}
+    )
+    assert type(engine.worker.drafter).__name__ == "FusedDrafter"
+    return engine
+
+
+def test_speculation_changes_no_greedy_token_in_invariant_mode(path: Path) -> None:
+    """There rows of a verification step are computed as they are alone, so nothing is left to roundings."""
+    prompts = [random_ids(10 + 7 * number, seed=number) for number in range(6)]
+    plain = [greedy(nvidia(path, batch_invariant=True), prompt, 24) for prompt in prompts]
+    engine = speculating(path, batch_invariant=True)
+    assert [greedy(engine, prompt, 24) for prompt in prompts] == plain
+    # And in a crowd, where the graphs of both kinds have padding.
+    names = [engine.add_request(p, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)) for p in prompts]
+    done = {}
+    while engine.has_work():
+        done.update({output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished})
+    assert [done[name] for name in names] == plain
+    graphs = engine.worker.drafter.step.graphs  # type: ignore[union-attr]
+    assert graphs.num_replays > 20
+    assert engine.runner.graphs.graphs.num_replays > 20  # type: ignore[attr-defined]
+
+
+def drafts_of(engine: Engine, requests: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a drafter is asked for while some requests run, and what it answers: (table, verified, drafts)."""
+    step, found = engine.worker.drafter.step, []  # type: ignore[union-attr]
+    draft = step.draft
+
+    def noted(table: np.ndarray, verified: Any, choose: Any = None) -> Any:
+        outputs = draft(table, verified, choose)
+        rings = [layer.window.data.clone() for layer in engine.runner.caches.draft]
+        launched = None
+        if choose is None:  # the inputs are still filled in: the same function, launch by launch
+            launched = step.run(step.graphs.size_for(table.shape[1]))
+        found.append((table, [each.clone() for each in outputs], launched))
+        for layer, ring in zip(engine.runner.caches.draft, rings, strict=True):
+            assert torch.equal(layer.window.data, ring)
+        return outputs
+
+    monkeypatch.setattr(step, "draft", noted)
+    for number in range(requests):
+        values: dict[str, Any] = {"temperature": (0.0, 1.0, 2.0)[number % 3], "top_p": (1.0, 0.8)[number % 2]}
+        params = SamplingParams(max_tokens=6 + 3 * number, seq_seed=number, ignore_eos=True, **values)
+        engine.add_request(random_ids(5 + 9 * number, seed=number), params)
+        engine.step()
+    while engine.has_work():
+        assert not any(output.error for output in engine.step())
+    return found
+
+
+def test_graph_equals_launches_for_the_draft(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every batch from 1 to 5 sequences, padded or not, with mixed settings: bit for bit. No ring changes."""
+    found = drafts_of(speculating(path), 5, monkeypatch)
+    assert {table.shape[1] for table, _, _ in found} == {1, 2, 3, 4, 5}
+    for table, outputs, launched in found:
+        assert launched is not None
+        for one, other in zip(outputs, launched, strict=True):
+            assert torch.equal(one, other[: table.shape[1]])
+            assert one.isfinite().all()
+
+
+def test_following_drafts_are_those_behind_the_host(path: Path) -> None:
+    """Drafting before the host has seen the accepted tokens changes neither outputs nor acceptance."""
+    cases = random_cases(10, seed=5)
+    engine, waiting = speculating(path, batch_invariant=True), speculating(path, batch_invariant=True)
+    waiting.worker.drafter.can_follow = lambda *_: False  # type: ignore[union-attr, method-assign]
+    assert run_crowd(engine, cases, seed=4) == run_crowd(waiting, cases, seed=4)
+    accepted = [each.statistics.speculation.report().acceptance_rate for each in (engine, waiting)]
+    assert accepted[0] == pytest.approx(accepted[1], abs=0.05)
+
+
+@pytest.mark.parametrize("mode", ["startup", "lazy", "off"])
+def test_a_failed_capture_still_serves(
+    path: Path, mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait inside a capture invalidates it. That size is launched, others are captured, nothing else is hurt."""
+    from deepinfer.models.fused_dspark import FusedDSpark
+    from deepinfer.worker.fused_runner import FusedRunner
+
+    prompts = [random_ids(10 + 7 * number, seed=number) for number in range(3)]
+    expected = [greedy(speculating(path, batch_invariant=True), prompt, 16) for prompt in prompts]
+    forward, draft = FusedRunner.forward, FusedDSpark.draft
+
+    def breaking(self: Any, step: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing() and step.rows.num_rows == 8:
+            torch.cuda.synchronize()
+        return forward(self, step)
+
+    def breaking_draft(self: Any, newest: torch.Tensor, *more: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing() and len(newest) == 1:
+            newest.sum().item()
+        return draft(self, newest, *more)
+
+    monkeypatch.setattr(FusedRunner, "forward", breaking)
+    monkeypatch.setattr(FusedDSpark, "draft", breaking_draft)
+    engine = speculating(path, batch_invariant=True, cuda_graphs=mode)
+    assert [greedy(engine, prompt, 16) for prompt in prompts] == expected
+    names = [engine.add_request(p, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)) for p in prompts]
+    done = {}
+    while engine.has_work():
+        for output in engine.step():
+            if output.finished:
+                assert output.error is None
+                done[output.request_id] = output.outputs[0].token_ids
+    assert [done[name] for name in names] == expected
+    told = [record.getMessage() for record in caplog.records if "no CUDA graph" in record.getMessage()]
+    if mode == "off":
+        assert engine.runner.graphs is None  # type: ignore[attr-defined]
+        assert not told
+        return
+    assert sum("backbone for size 8" in line for line in told) == 1  # five rows of a sequence are padded to eight
+    assert sum("draft for size 1" in line for line in told) == 1
+    assert len(told) == 2
+    assert engine.worker.drafter.step.graphs.num_replays > 5  # type: ignore[union-attr]
+    assert engine.runner.graphs.graphs.num_replays > 5  # type: ignore[attr-defined]
+    torch.rand(3, device="cuda").sum().item()  # torch's own state is back, too
+
+
 def test_batch_invariance(path: Path) -> None:
     """In batch-invariant mode a row is the same alone, among 7 and among 200."""
     prompts = [random_ids(5 + number % 90, seed=number) for number in range(200)]

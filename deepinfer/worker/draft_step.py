@@ -1,0 +1,133 @@
+"""The draft of a step as one function over device tensors: what a graph replays, and what runs where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.layers.fused.draft_rows import DraftExpander
+from deepinfer.sampling.device_choice import DeviceChoice
+from deepinfer.sampling.row_parameters import RowParameters
+from deepinfer.speculative.verification import Verified
+from deepinfer.worker.fused_runner import FusedRunner
+from deepinfer.worker.graph_set import GraphSet
+
+Choose = Callable[[Tensor, Tensor, int], Tensor]
+"""(logits ``[requests, vocab]`` float32, positions ``[requests]`` int64, slot) -> token ids ``[requests]`` int64."""
+
+
+class DraftColumn(IntEnum):
+    """Rows of the table ``[len(DraftColumn), requests]`` int32 that the host fills for a draft."""
+
+    FIRST = 0
+    """Position of the request's first sampled row; the drafts follow as many rows later as drafts were accepted. -1 for
+    the padding of a graph."""
+    FLOOR = 1
+    """First position whose context keys are in the draft's rings."""
+    SLOT = 2
+    """State slot."""
+
+
+class DraftOutputs(NamedTuple):
+    """One row per request."""
+
+    token_ids: Tensor
+    """``[requests, drafts]`` int64."""
+    confidence: Tensor
+    """``[requests, drafts]`` float32, calibrated."""
+
+
+class DraftStep:
+    """Inputs of a draft that stay where they are, and the function over them.
+
+    Everything is on the device: where a request stands and what its newest token is come from the results of its
+    verification, which the host has not seen.
+
+    Args:
+        num_drafts: tokens per block. temperatures: of the confidence, ``[num_drafts]`` float32 on the device.
+        choice: draws tokens; not used by anybody else, since graphs keep the address of its memory.
+    """
+
+    def __init__(self, runner: FusedRunner, num_drafts: int, temperatures: Tensor, choice: DeviceChoice) -> None:
+        geometry, device = runner.caches.geometry, runner.device
+        assert runner.fused_draft is not None, "a runner without a draft"
+        self._runner, self._model, self._choice = runner, runner.fused_draft, choice
+        self._num_drafts, self._temperatures = num_drafts, temperatures
+        self._expander = DraftExpander(geometry, num_drafts, runner.plain_frequencies)
+        self.max_requests = geometry.num_slots  # each has one
+        most = self.max_requests
+        choice.reserve(most)
+        self._table = torch.full((len(DraftColumn), most), -1, dtype=torch.int32, device=device)
+        self._emitted = torch.zeros(most, num_drafts + 1, dtype=torch.int64, device=device)
+        self._num_accepted = torch.zeros(most, dtype=torch.int64, device=device)
+        self._is_bad = torch.zeros(most, dtype=torch.bool, device=device)
+        self._parameters = RowParameters.neutral(most, runner.config.vocab_size, device)
+        self._ahead = torch.arange(num_drafts, device=device)[:, None] + 2
+        self.graphs: GraphSet[DraftOutputs] | None = None
+        if runner.draft_sizes:
+            self.graphs = GraphSet("the draft", runner.draft_sizes, self.run, self._clear, runner.graph_pool)
+
+    def set_parameters(self, parameters: RowParameters) -> None:
+        """What the requests ask of their tokens, in their order; it stays until it is set again."""
+        self._parameters.copy_(parameters)
+
+    def draft(self, table: np.ndarray, verified: Verified, choose: Choose | None = None) -> DraftOutputs:
+        """Draft behind what a step emitted: one graph, or launches. Nobody waits.
+
+        Args:
+            table: ``[len(DraftColumn), requests]`` int32. verified: of the same requests, on the device.
+            choose: draws the tokens of a slot, for requests whose logits are edited first; no graph has that. None
+                draws with the parameters that were set.
+        Returns:
+            rows of bad requests mean nothing. They hold until the next graph is replayed.
+        """
+        count = table.shape[1]
+        size = None if self.graphs is None or choose is not None else self.graphs.size_for(count)
+        self._fill(table, verified, size or count)
+        if self.graphs is None or size is None:
+            return self.run(count, choose)
+        return DraftOutputs(*(tensor[:count] for tensor in self.graphs.replay(size)))
+
+    def _fill(self, table: np.ndarray, verified: Verified, size: int) -> None:
+        count = table.shape[1]
+        assert count <= size <= self.max_requests, f"{count} requests, {size=}, {self.max_requests=}"
+        padded = np.full((len(DraftColumn), size), -1, np.int32)
+        padded[:, :count] = table
+        self._table[:, :size].copy_(self._runner.move(padded), non_blocking=True)
+        self._emitted[:count].copy_(verified.token_ids)
+        self._num_accepted[:count].copy_(verified.num_accepted)
+        self._is_bad[:count].copy_(verified.is_bad)
+
+    def _clear(self) -> None:
+        self._table.fill_(-1)
+
+    def run(self, size: int, choose: Choose | None = None) -> DraftOutputs:
+        """The function: drafts of the first ``size`` requests of the inputs. Launches only."""
+        table, accepted = self._table[:, :size], self._num_accepted[:size]
+        first = table[DraftColumn.FIRST]
+        is_live = (first >= 0) & ~self._is_bad[:size]
+        anchors = torch.where(is_live, first + accepted, -1)
+        newest = self._emitted[:size].gather(1, accepted[:, None])[:, 0].clamp_min(0)
+        positions = anchors + self._ahead  # [drafts, requests], of the drafted tokens
+        parameters = self._parameters.first(size)
+
+        def draw(logits: Tensor, slot: int) -> Tensor:
+            if choose is not None:
+                return choose(logits, positions[slot], slot)
+            return self._choice.draw(logits.contiguous(), parameters, positions[slot])[0]
+
+        rows = self._expander.expand(anchors.to(torch.int32), table[DraftColumn.FLOOR], table[DraftColumn.SLOT])
+        proposal = self._model.draft(newest, self._num_drafts, rows, self._runner.caches, draw)
+        logits = (proposal.confidence_logits / self._temperatures).clamp(-60, 60)
+        return DraftOutputs(proposal.token_ids, torch.sigmoid(logits))
+
+
+def draft_table(firsts: Sequence[int], floors: Sequence[int], slots: Sequence[int]) -> np.ndarray:
+    """The host's part of a draft's inputs ``[len(DraftColumn), requests]`` int32."""
+    columns = {DraftColumn.FIRST: firsts, DraftColumn.FLOOR: floors, DraftColumn.SLOT: slots}
+    return np.array([columns[column] for column in DraftColumn], dtype=np.int32)
