@@ -66,6 +66,7 @@ class GraphPool:
         torch.cuda.set_stream(current)
         with contextlib.suppress(RuntimeError):  # where it has been set back after all
             torch._C._cuda_endAllocateToPool(current.device_index, self._handle)
+        self._handle = None  # the allocator may believe for ever that a graph is recorded to this one
         with contextlib.suppress(RuntimeError):
             scratch = torch.zeros(1, device="cuda")
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):

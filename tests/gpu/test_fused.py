@@ -70,17 +70,32 @@ def test_golden_cases(golden_dir: Path, name: str) -> None:
     explain(cpu, prompt, expected, greedy(nvidia(golden_dir / name, max_model_len=256), prompt, 24))
 
 
+def moved_reference(path: Path) -> Engine:
+    """The reference with the last bit of one embedding value in a hundred turned over."""
+    engine = make_engine(path, num_speculative_tokens=0)
+    model: Any = engine.runner.model  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    turned = (torch.rand(model.embedding.shape) < 0.01).to(torch.int16)
+    model.embedding = (model.embedding.view(torch.int16) ^ turned).view(torch.bfloat16)
+    return engine
+
+
 def test_logits_near_the_reference(path: Path) -> None:
-    """A float32 sum may fall on the other side of a rounding; behind it random layers amplify what moved."""
+    """A float32 sum may fall on the other side of a rounding; behind it random layers amplify what moved. They do so to
+    last bits of the embedding, too: that is the measure."""
     ids = random_ids(150)
     expected = logits_in_pieces(make_engine(path, num_speculative_tokens=0), ids, [150])
+
+    def compare(found: torch.Tensor) -> tuple[float, float]:
+        error = ((found - expected).norm(dim=1) / expected.norm(dim=1)).median()
+        return float(error), float((found.argmax(-1) == expected.argmax(-1)).float().mean())
+
+    most_error, least_agreement = compare(logits_in_pieces(moved_reference(path), ids, [150]))
     engine = nvidia(path)
     for sizes in ([150], [64, 1, 1, 6, 78]):
-        found = logits_in_pieces(engine, ids, sizes, slot=4).cpu()
-        error = ((found - expected).norm(dim=1) / expected.norm(dim=1)).median()
-        assert error < 0.15, f"{sizes}: {float(error):.4f}"
-        agreement = (found.argmax(-1) == expected.argmax(-1)).float().mean()
-        assert agreement > 0.7, f"{sizes}: {float(agreement):.3f}"
+        error, agreement = compare(logits_in_pieces(engine, ids, sizes, slot=4).cpu())
+        assert error < most_error, f"{sizes}: {error:.4f}"
+        assert agreement > least_agreement, f"{sizes}: {agreement:.3f}"
 
 
 def test_trained_model_gives_the_same_answers() -> None:
