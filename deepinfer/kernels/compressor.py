@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels import overlap
 from deepinfer.kernels.formats.e2m1 import e2m1_code, e2m1_exponent
 from deepinfer.kernels.formats.e4m3 import e4m3_nearest_code, e4m3_value, q8_exponent
 from deepinfer.kernels.formats.float32 import power_of_two, round_bf16
@@ -55,7 +56,9 @@ def _publish_entries_kernel(
     STORES: tl.constexpr,
     IS_FP4: tl.constexpr,
     PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    overlap.wait_for_earlier_kernels(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     pairs = tl.arange(0, PAIRS)
     columns = 2 * pairs
@@ -175,7 +178,9 @@ def _publish_index_keys_kernel(
     half_rope,
     eps,
     PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    overlap.wait_for_earlier_kernels(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     emit = tl.load(emit_ptr + row).to(tl.int64)
     if emit < 0:
@@ -269,6 +274,7 @@ def publish_entries(
         IS_FP4=record_bytes < width,
         PAIRS=pairs,
         num_warps=4,
+        **overlap.launch_options(projected.device),
     )
     if ratio == 2 and not stores_in_place:
         _store_pairs_kernel[(rows,)](projected, ring, stores, width, PAIRS=pairs, num_warps=4)
@@ -311,4 +317,5 @@ def publish_index_keys(
         eps,
         PAIRS=triton.next_power_of_2(width) // 2,
         num_warps=1,
+        **overlap.launch_options(key.device),
     )

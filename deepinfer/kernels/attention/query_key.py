@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepinfer.kernels import nvrtc
+from deepinfer.kernels import overlap
 from deepinfer.kernels.formats.e4m3 import e4m3_code, q8_groups
 from deepinfer.kernels.formats.float32 import power_of_two
 
@@ -105,9 +104,7 @@ def _query_key_kernel(
     QUERY_GROUPS: tl.constexpr, KEY_GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if OVERLAP:  # see deepinfer/kernels/nvrtc.py
-        gdc_wait()
-        gdc_launch_dependents()
+    overlap.wait_for_earlier_kernels(OVERLAP)
     if KEY == 0:
         _norm_rounded_row(
             projected, query_norm, latent, rounded, row, num_rows, row_stride, eps, 0, SPLITS, QUERY, QUERY_GROUPS
@@ -152,11 +149,11 @@ def _launch(
         assert store is None or (store.is_contiguous() and store.shape[1] == key + key // 32)
     rope = 0 if angles[0] is None else 2 * angles[0].shape[1]
     num_warps = 4 if query else 1
-    overlap = {"launch_pdl": True} if nvrtc.is_available(projected.device) else {}
     _query_key_kernel[(rows, 2 if query and key else 1)](
         projected, query_norm, key_norm, *angles, *outputs, *stores, rows, projected.stride(-2), eps,
         QUERY=query, KEY=key, ROPE=rope, SPLITS=splits,
-        QUERY_GROUPS=_groups(query), KEY_GROUPS=_groups(key), OVERLAP=bool(overlap), num_warps=num_warps, **overlap,
+        QUERY_GROUPS=_groups(query), KEY_GROUPS=_groups(key), num_warps=num_warps,
+        **overlap.launch_options(projected.device),
     )  # fmt: skip
 
 

@@ -194,9 +194,15 @@ __device__ __forceinline__ void score_tile(
   if (t < 2 && key < left) out[key] = order_key(t == 0 ? first : second);
 }
 
+__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2) score_rows(const Arguments a) {
   extern __shared__ __align__(128) u8 shared[];  // rings of all warps, then ends[rows]
   __shared__ int warp_sums[WARPS];
+  wait_for_earlier_kernels();
   int* ends = reinterpret_cast<int*>(shared + WARPS * STAGES * TILE_BYTES);
   const int warp = threadIdx.x / 32;
   const int total = count_tiles(a, ends, warp_sums);

@@ -184,8 +184,14 @@ __device__ __forceinline__ void write(const Arguments& a, int row, int place, in
   }
 }
 
+__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) select_top(const Arguments a) {
   __shared__ __align__(16) Shared s;
+  wait_for_earlier_kernels();
   const int row = blockIdx.y;
   const int num_entries = scored_of(a.visible[row]), num_keys = (num_entries + GROUP - 1) / GROUP;
   const bool is_shared = CLUSTER > 1 && num_keys > SHORT && num_keys > COUNT;

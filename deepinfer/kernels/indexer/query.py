@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels import overlap
 from deepinfer.kernels.formats.e2m1 import e2m1_code, e2m1_exponent, e2m1_value
 from deepinfer.kernels.formats.float32 import power_of_two, round_bf16
 
@@ -23,7 +24,9 @@ def _index_query_kernel(
     half_rope,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    overlap.wait_for_earlier_kernels(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
@@ -77,5 +80,6 @@ def index_query(query: Tensor, cosines: Tensor, sines: Tensor, out: Tensor | Non
         HEADS=block,
         PAIRS=triton.next_power_of_2(width) // 2,
         num_warps=4,
+        **overlap.launch_options(query.device),
     )
     return out

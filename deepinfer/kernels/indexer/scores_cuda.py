@@ -70,4 +70,4 @@ def score_rows(
         rows,
         min_scored,
     )
-    kernel.launch((ctas, 1, 1), 32 * _WARPS, [arguments], shared_bytes=_RING_BYTES + 4 * rows)
+    kernel.launch((ctas, 1, 1), 32 * _WARPS, [arguments], shared_bytes=_RING_BYTES + 4 * rows, overlap=True)

@@ -84,4 +84,4 @@ def select(
         order_keys.stride(0),
         0 if block_table is None else block_table.stride(0),
     )
-    kernel.launch((cluster, rows, 1), threads, [arguments], cluster=cluster)
+    kernel.launch((cluster, rows, 1), threads, [arguments], cluster=cluster, overlap=True)

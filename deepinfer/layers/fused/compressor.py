@@ -33,7 +33,7 @@ class Compressor:
         stream, entries = rows.streams[self.plan.ratio], caches.entries
         assert entries is not None
         dtype = torch.float32 if self.plan.ratio == 2 else torch.bfloat16
-        projected = self.projection.forward(x, dtype=dtype, invariant=self.invariant)
+        projected = self.projection.forward(x, dtype=dtype, invariant=self.invariant, overlap=True)
         cos, sin = stream.entry_angles
         latent = publish_entries(
             projected,
@@ -50,5 +50,5 @@ class Compressor:
             stores_in_place=rows.keys_first,  # no chunk is longer than the spare room of the rings
         )
         if caches.index_keys is not None:
-            key = self.index_key.forward(latent, invariant=self.invariant)
+            key = self.index_key.forward(latent, invariant=self.invariant, overlap=True)
             publish_index_keys(key, self.index_key_norm, self.eps, cos, sin, stream.emit_slot, caches.index_keys.data)

@@ -33,7 +33,7 @@ class Indexer:
         rows, stream = step.rows, step.rows.streams[self.plan.ratio]
         cos, sin = rows.compressed_angles
         query = index_query(queries.unflatten(1, (self.heads, self.dim)), cos, sin)
-        head_weights = self.head_weights.forward(x, invariant=self.invariant)
+        head_weights = self.head_weights.forward(x, invariant=self.invariant, overlap=True)
         view = _view(rows, stream)
         if self.plan.mode is IndexMode.REINDEX and step.candidate_blocks is not None:
             blocks, size = step.candidate_blocks, self.candidates[0]
