@@ -109,8 +109,8 @@ OPTIONS: tuple[Option, ...] = (
         kind=Kind.STR,
         default="faithful",
         choices=("faithful", "fast", "float32"),
-        help="faithful rounds and quantises exactly where the model does; fast quantises the inputs of the routed "
-        "experts of long prompt chunks coarser (NVIDIA only); float32 rounds no activation.",
+        help="faithful rounds and quantises exactly where the model does; fast gives the weights of attention 8 bits "
+        "instead of 16 (NVIDIA only); float32 rounds no activation.",
     ),
     Option(
         name="seed",

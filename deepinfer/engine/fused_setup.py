@@ -105,6 +105,7 @@ def load_fused_runner(
     """Load the weights. Returns what makes the runner once the caches are sized (``geometry``, ``is_compact``)."""
     # Triton is imported with the kernels, so these come last.
     from deepinfer.checkpoint.device_loader import DeviceLoader
+    from deepinfer.kernels import nvrtc
     from deepinfer.models.fused_loading import Precision, load_fused, load_fused_draft
     from deepinfer.worker.fused_runner import FusedRunner
 
@@ -122,8 +123,10 @@ def load_fused_runner(
     )
     draft = load_fused_draft(model, loader, precision) if config.speculation.num_tokens else None
     loader.close()
-    if importlib.util.find_spec("humming") is None:
-        logger.warning("the package humming-kernels is not installed: routed experts run in Triton, which is slower")
+    if not nvrtc.is_available(device) and importlib.util.find_spec("humming") is None:
+        logger.warning(
+            "no Hopper GPU, and the package humming-kernels is not installed: routed experts run in Triton, slower"
+        )
     steps, drafts = captured_sizes(config) if device.type == "cuda" else ([], [])
     max_blocks = -(-config.scheduler.max_model_len // BLOCK_TOKENS)
 
