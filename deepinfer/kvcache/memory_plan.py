@@ -23,6 +23,8 @@ BYTES_PER_GRAPH = 24 * 2**20
 """What one captured graph takes, its nodes and its share of the common pool."""
 
 _HEAD_ROWS = 64
+EXPERT_BLOCK = 16
+"""Pairs to whose multiple kernels for many rows fill up an expert's."""
 _ACTIVATION_BYTES, _FLOAT_BYTES = 2, 4
 
 
@@ -129,7 +131,7 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
     rows, hidden = shape.max_rows, text.hidden_size
     trunk = 3 * text.hc_mult * hidden  # old, new, and one in flight
     sublayer = 3 * hidden + text.num_attention_heads * text.head_dim + text.o_groups * text.o_lora_rank
-    routed = text.num_experts_per_tok * (2 * text.moe_intermediate_size + hidden)
+    pairs = rows * text.num_experts_per_tok + EXPERT_BLOCK * text.n_routed_experts  # in order, each expert's filled up
     candidates = text.candidate_topk_blocks * text.candidate_block_size if text.candidate_source_layer_id else 0
     selection = text.index_topk + candidates
 
@@ -143,7 +145,7 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
         ),
         item("streams", rows, trunk, _ACTIVATION_BYTES),
         item("attention", rows, sublayer, _ACTIVATION_BYTES),
-        item("routed experts", rows, routed, _ACTIVATION_BYTES),
+        item("routed experts", pairs, 2 * text.moe_intermediate_size + hidden, _ACTIVATION_BYTES),
         item("selection", rows, selection, _FLOAT_BYTES),
         item("logits of captured drafts", _captured_logits(shape), text.vocab_size, _FLOAT_BYTES),
         item("logits and their copy", shape.max_sampled_rows, 2 * text.vocab_size, _FLOAT_BYTES),
