@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -53,35 +54,43 @@ from bench.gpu.dense_cases import (
 from deepinfer.kernels import nvrtc
 from deepinfer.kernels.dense import plans, skinny_cuda, wgmma_cuda
 from deepinfer.kernels.dense.linear import Bf16Linear, Fp8Linear, _cublas
+from deepinfer.kernels.dense.linear_triton import q8_round_
 
 G = skinny_cuda.Geometry
 P = skinny_cuda.Pipeline
 T = wgmma_cuda.Tile
-SHARED_TILES = (
-    T(16, 2, 1, 4, 1, 2),
-    T(48, 5, 1, 4, 1),
-    T(64, 4, 1, 4, 1, 2),
-    T(128, 2, 2, 5, 1, 2),
-    T(256, 2, 1, 5, 1, 4),
-)
+WIDE_TILES = (T(32, 5, 1, 4, 1), T(64, 4, 1, 4, 1), T(96, 3, 1, 7, 1), T(128, 2, 2, 5, 1))
+APART_TILES = (T(48, 2, 1, 7, 1), T(96, 3, 1, 7, 1), T(192, 2, 1, 6, 1), T(256, 2, 1, 5, 1))
+WGMMA = {"wgmma": (None, wgmma_cuda.TILES), "wide": (2, WIDE_TILES), "apart": (3, APART_TILES)}
+"""Slices and tiles."""
 
 
 def kernel_of(kind: str, packed: tuple, shape: tuple[int, int, int]):
-    """A kernel that takes any number of rows: ``skinny``, ``ring``, ``wgmma`` or, in large clusters, ``shared``.
+    """A kernel that takes any number of rows: ``skinny``, ``ring``, ``wgmma``, the same with other tiles (``wide``) or
+    with sums left apart, added here (``apart``).
 
     None where it refuses the shape.
     """
     n, k, groups = shape
-    if kind in ("wgmma", "shared"):
+    if kind in WGMMA:
         if not wgmma_cuda.WgmmaProduct.accepts((n, k), groups):
             return None
-        slices, tiles = (None, wgmma_cuda.TILES) if kind == "wgmma" else (2, SHARED_TILES)
-        many = wgmma_cuda.WgmmaProduct(*packed, (n, k), groups, slices, tiles)
-        return many if many.tiles else None
+        many = wgmma_cuda.WgmmaProduct(*packed, (n, k), groups, *WGMMA[kind], partial=kind == "apart")
+        if not many.tiles:
+            return None
+        return functools.partial(add_apart, many) if kind == "apart" else many
     if kind == "skinny":
         return skinny_cuda.SkinnyProduct(*packed, (n, k), groups)
     geometry, pipelines = ring_check(n, k, groups)
     return skinny_cuda.SkinnyProduct(*packed, (n, k), groups, geometry, pipelines)
+
+
+def add_apart(product: wgmma_cuda.WgmmaProduct, x: Tensor, out: Tensor, quantize: bool, overlap: bool) -> None:
+    sums = torch.full((product.slices, *out.shape), torch.nan, device="cuda")
+    product(x, sums, False, overlap)
+    out.copy_(functools.reduce(torch.add, sums))
+    if quantize:
+        q8_round_(out)
 
 
 def ring_check(n: int, k: int, groups: int) -> tuple[skinny_cuda.Geometry, tuple[skinny_cuda.Pipeline, ...]]:
@@ -142,6 +151,11 @@ def check(name: str, n: int, k: int, groups: int, all_rows: tuple[int, ...], kin
             torch.equal(product(x[:rows], torch.bfloat16, False, False), whole[:rows]) for rows in (1, 7, 17, 100)
         )
         report(f"{kind} {name}: a row's bits are the same in every batch", same)
+    if kind == "apart":
+        together = wgmma_cuda.WgmmaProduct(*linear._packed, (n, k), groups, *WGMMA[kind])
+        out = torch.empty(256, n, dtype=torch.float32, device="cuda")
+        together(x, out, False, False)
+        report(f"{kind} {name}: the bits of clusters", torch.equal(product(x, torch.float32, False, False), out))
 
 
 def times(all_rows: tuple[int, ...]) -> None:
@@ -162,6 +176,8 @@ def times(all_rows: tuple[int, ...]) -> None:
                 paths["overlapped"] = lambda i, x=x, outs=outs: linears[i](x, outs[i % 2], overlap=True)  # noqa: B023
                 if kind == "few":
                     paths["early"] = lambda i, x=x, outs=outs: early[i](x, outs[i % 2], overlap=True)  # noqa: B023
+            if linears[0].partial_sums(x) is not None:  # as in the model; the reader's additions come on top
+                paths["apart"] = lambda i, x=x: linears[i].partial_sums(x, overlap=True)  # noqa: B023
             if rows >= 256:
                 paths["widen + cuBLAS"] = lambda i, x=x, outs=outs: linears[i]._many_rows(x, outs[i % 2], False)  # noqa: B023
             num = len(linears) * 2 if rows <= 256 else len(linears) if rows <= 1024 else 2
@@ -182,6 +198,7 @@ def times(all_rows: tuple[int, ...]) -> None:
                 entry = sums.setdefault(rows, {})
                 best = min((row[key] for key in paths if key in row), default=float("nan"))
                 planned = row.get("overlapped", row.get("widen + cuBLAS", float("nan")))
+                planned = row.get("apart", planned)
                 plain = row.get("plain", row.get("widen + cuBLAS", float("nan")))
                 for key, value in (("floor", row["floor"]), ("plain", plain), ("overlapped", planned), ("best", best)):
                     entry[key] = entry.get(key, 0.0) + value
@@ -263,11 +280,11 @@ def compile_ahead(parts: set[str]) -> None:
         for p in product.pipelines:
             jobs.extend(("dense_skinny", product.defines(p, *output)) for output in outputs)
 
-    def many(shape: tuple, slices: int | None, tiles: tuple, outputs: tuple) -> None:
+    def many(shape: tuple, slices: int | None, tiles: tuple, outputs: tuple, partial: bool = False) -> None:
         n, k, groups = shape
         packed = torch.empty(-(-n // 32), -(-k // 64), 1)
         if wgmma_cuda.WgmmaProduct.accepts((n, k), groups):
-            product = wgmma_cuda.WgmmaProduct(packed, packed, (n, k), groups, slices, tiles)
+            product = wgmma_cuda.WgmmaProduct(packed, packed, (n, k), groups, slices, tiles, partial)
             for t in product.tiles:
                 jobs.extend(("dense_wgmma", product.defines(t, *output)) for output in outputs)
 
@@ -277,6 +294,8 @@ def compile_ahead(parts: set[str]) -> None:
                 few((*shape, True), step.geometry, step.pipelines, outputs)
             else:
                 many(shape, step.slices, step.tiles, outputs)
+                if step.leaves_partial:
+                    many(shape, step.slices, step.tiles, ((True, False),), True)
 
     if "few" in parts:
         for shape in CHECKED.values():
@@ -284,8 +303,9 @@ def compile_ahead(parts: set[str]) -> None:
             few((*shape, True), *ring_check(*shape), every)
     if "many" in parts:
         for shape in CHECKED.values():
-            many(shape, None, wgmma_cuda.TILES, every)
-            many(shape, 2, SHARED_TILES, every)
+            for kind, (slices, tiles) in WGMMA.items():
+                many(shape, slices, tiles, every if kind != "apart" else ((True, False),))
+            many(shape, *WGMMA["apart"], ((True, False),), True)
             planned(shape, plans.plan(*shape), every)
     if "times" in parts:
         for shape in SHAPES.values():
@@ -330,7 +350,7 @@ def run_part(part: str) -> None:
     elif part == "bf16":
         guarded("bf16", bf16_times)
     elif part == "many":
-        check_all(("wgmma", "shared"), (1, 17, 33, 64, 70, 129, 256, 300), (33, 70, 256))
+        check_all(("wgmma", "wide", "apart"), (1, 17, 33, 64, 70, 129, 256, 300), (33, 70, 256))
         check_all(("default",), (1, 17, 64, 129, 300), (1, 8, 16, 32, 70, 256))
     elif part == "times":
         guarded("active clusters", active_clusters)

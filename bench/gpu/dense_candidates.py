@@ -6,7 +6,6 @@ what bounds a CTA (tensor cores, L2, decoding, memory), since there are thousand
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -28,28 +27,31 @@ class Candidate:
     pipeline: Pipeline | None = None
     slices: int = 1
     tile: Tile | None = None
+    partial: bool = False
+    """The sums of the slices stay apart, float32 ``[slices, rows, N]``."""
 
     def product(self, packed: tuple, shape: Shape) -> SkinnyProduct | WgmmaProduct:
         n, k, groups = shape
         if self.tile is not None:
-            return WgmmaProduct(*packed, (n, k), groups, self.slices, (self.tile,))
+            return WgmmaProduct(*packed, (n, k), groups, self.slices, (self.tile,), self.partial)
         assert self.pipeline is not None
         return SkinnyProduct(*packed, (n, k), groups, self.geometry, (self.pipeline,))
 
     def job(self, shape: Shape) -> tuple[str, dict[str, int]]:
-        """The source and its constants for plain bf16 output."""
+        """The source and its constants for plain bf16 output, or for sums left apart."""
         n, k, _ = shape
         packed = torch.empty(-(-n // 32), -(-k // 64), 1)
         product = self.product((packed, packed), shape)
         if isinstance(product, WgmmaProduct):
             assert self.tile is not None
-            return "dense_wgmma", product.defines(self.tile, False, False)
+            return "dense_wgmma", product.defines(self.tile, self.partial, False)
         assert self.pipeline is not None
         return "dense_skinny", product.defines(self.pipeline, False, False)
 
     def __str__(self) -> str:
         if (t := self.tile) is not None:
-            return f"{self.slices}, T({t.rows},{t.warpgroups},{t.fragments},{t.stages},{t.min_ctas},{t.multicast})"
+            shown = f"{self.slices}, T({t.rows},{t.warpgroups},{t.fragments},{t.stages},{t.min_ctas})"
+            return shown + " apart" if self.partial else shown
         g, p = self.geometry, self.pipeline
         assert p is not None
         shown = f"G({g.row_warps},{g.k_warps},{g.cluster})" if g is not None else "G by shape"
@@ -107,8 +109,35 @@ _SM_SHARED_BYTES = 227 * 1024
 _SM_GROUPS = (18, 18, 18, 16, 16, 16, 16, 14)
 
 
+# shapes whose output the hyper-connection takes in parts, and the most slices that it should read
+_READ_IN_PARTS = {(5120, 8192, 1)}
+_MAX_PARTS = 4
+
+
+def apart(shape: Shape, rows: int, count: int) -> list[Candidate]:
+    """The ``count`` that the model likes best of those that leave sums apart."""
+    if shape not in _READ_IN_PARTS or rows < 32:
+        return []
+    return _ranked(shape, rows, True, _MAX_PARTS)[:count]
+
+
 def many(shape: Shape, rows: int, count: int) -> list[Candidate]:
     """The ``count`` that the model likes best; among them two for which :func:`is_pair`."""
+    ranked = _ranked(shape, rows, False, 8)
+    plain = [candidate for candidate in ranked if is_pair(candidate)]
+    kept: list[Candidate] = []
+    seen: dict[tuple, int] = {}
+    for candidate in ranked:  # few with the same shape: the model knows the differences within one least
+        t = candidate.tile
+        assert t is not None
+        kind = t.rows, t.warpgroups, t.fragments
+        seen[kind] = seen.get(kind, 0) + 1
+        if seen[kind] <= 2 and len(kept) < count - 2:
+            kept.append(candidate)
+    return kept + [c for c in plain if c not in kept][:2]
+
+
+def _ranked(shape: Shape, rows: int, partial: bool, most_slices: int) -> list[Candidate]:
     found: dict[Candidate, float] = {}
     least = min(-(-rows // w) * w for w in _WIDTHS)
     for width in _WIDTHS:
@@ -117,38 +146,26 @@ def many(shape: Shape, rows: int, count: int) -> list[Candidate]:
             continue
         for (warpgroups, fragments), most in _SHAPES.items():
             if width <= most:
-                for multicast in (1, 2, 4):
-                    for slices in range(1, 8 // multicast + 1):
-                        best = _best_ring(shape, rows, width, warpgroups, fragments, multicast, slices)
-                        if best is not None:
-                            found[best[1]] = best[0]
-    ranked = sorted(found, key=lambda candidate: found[candidate])
-    plain = [candidate for candidate in ranked if is_pair(candidate)]
-    kept: list[Candidate] = []
-    seen: dict[tuple, int] = {}
-    for candidate in ranked:  # few with the same shape: the model knows the differences within one least
-        t = candidate.tile
-        assert t is not None
-        kind = t.rows, t.warpgroups, t.fragments, t.multicast
-        seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] <= 2 and len(kept) < count - 2:
-            kept.append(candidate)
-    return kept + [c for c in plain if c not in kept][:2]
+                for slices in range(1, most_slices + 1):
+                    best = _best_ring(shape, rows, width, warpgroups, fragments, slices, partial)
+                    if best is not None:
+                        found[best[1]] = best[0]
+    return sorted(found, key=lambda candidate: found[candidate])
 
 
 def is_pair(candidate: Candidate) -> bool:
-    """A ``wgmma`` kernel with two warpgroups that shares no loads: the simplest."""
+    """A ``wgmma`` kernel with two warpgroups: the simplest."""
     t = candidate.tile
-    return t is not None and (t.warpgroups, t.fragments, t.multicast) == (2, 1, 1)
+    return t is not None and (t.warpgroups, t.fragments) == (2, 1)
 
 
 def _best_ring(
-    shape: Shape, rows: int, width: int, warpgroups: int, fragments: int, multicast: int, slices: int
+    shape: Shape, rows: int, width: int, warpgroups: int, fragments: int, slices: int, partial: bool
 ) -> tuple[float, Candidate] | None:
     """The predicted time with the better of a ring for one CTA per SM and one for two."""
     n, k, groups = shape
     chunks = -(-k // 64)
-    if width % (8 * multicast) or chunks < 3 * slices:
+    if chunks < 3 * slices:
         return None
     options = []
     packed = torch.empty(-(-n // 32), chunks, 1)
@@ -156,28 +173,30 @@ def _best_ring(
         if per_sm == 2 and ((warpgroups, fragments) != (2, 1) or width > 96):
             continue
         for stages in range(8, 2, -1):
-            tile = Tile(width, warpgroups, fragments, stages, per_sm, multicast)
-            product = WgmmaProduct(packed, packed, (n, k), groups, slices, (tile,))
+            tile = Tile(width, warpgroups, fragments, stages, per_sm)
+            candidate = Candidate("wgmma", slices=slices, tile=tile, partial=partial)
+            product = WgmmaProduct(packed, packed, (n, k), groups, slices, (tile,), partial)
             room = _SM_SHARED_BYTES // 2 if width <= 64 or per_sm == 2 else _SM_SHARED_BYTES - 16 * 1024
             if product.tiles and product.shared_bytes(tile) + 1024 <= room:
-                options.append((_predict(shape, rows, slices, tile), Candidate("wgmma", slices=slices, tile=tile)))
+                options.append((_predict(shape, rows, candidate), candidate))
                 break
     return min(options, key=lambda option: option[0]) if options else None
 
 
-def _predict(shape: Shape, rows: int, slices: int, tile: Tile) -> float:
+def _predict(shape: Shape, rows: int, candidate: Candidate) -> float:
     """Clocks, roughly."""
     n, k, _ = shape
-    chunks, width, cluster = -(-k // 64), tile.rows, slices * tile.multicast
-    weight_tiles = math.ceil(math.ceil(n / tile.weight_rows) / tile.multicast) * tile.multicast
-    ctas = weight_tiles * slices * -(-rows // width)
+    tile, slices = candidate.tile, candidate.slices
+    assert tile is not None
+    chunks, width, cluster = -(-k // 64), tile.rows, 1 if candidate.partial else slices
+    ctas = -(-n // tile.weight_rows) * slices * -(-rows // width)
     clusters, most = ctas // cluster, _most_ctas(slices, tile, chunks)
     together = next((p for p in range(1, most) if clusters <= clusters_at_once(cluster, p)), most)
     waves = -(-clusters // max(1, clusters_at_once(cluster, together)))
     tensor = tile.weight_rows * width / 32
-    l2 = (tile.weight_rows * 64 + width * 128 / tile.multicast) / 28
+    l2 = (tile.weight_rows * 64 + width * 128) / 28
     alone = 220 * tile.fragments if tile.warpgroups < 4 else 180 + 2 * width
-    ending = 2500 + width * tile.weight_rows / 16 + (1000 + width * tile.weight_rows / 16 if slices > 1 else 0)
+    ending = 2500 + width * tile.weight_rows / 16 + (1000 + width * tile.weight_rows / 16 if cluster > 1 else 0)
     per_cta = chunks / slices * max(together * max(tensor, l2), alone) + together * ending
     return max(waves * per_cta, n * k / 2500 + ending)
 
@@ -208,4 +227,4 @@ def planned(shape: Shape, rows: int) -> Candidate | None:
     n, k, groups = shape
     packed = torch.empty(-(-n // 32), -(-k // 64), 1)
     product = WgmmaProduct(packed, packed, (n, k), groups, step.slices, step.tiles)
-    return Candidate("wgmma", slices=product.slices, tile=product.tile(rows))
+    return Candidate("wgmma", slices=product.slices, tile=product.tile(rows), partial=step.leaves_partial)

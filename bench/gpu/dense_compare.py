@@ -2,10 +2,13 @@
 
 Part ``compare`` of check_dense.py. Every time is of launches in a CUDA graph: ``overlap`` with programmatic dependent
 launch, as in the model, ``plain`` without. cuBLAS multiplies by a widened copy of the weights, which costs it twice the
-memory and here nothing to make.
+memory and here nothing to make. ``apart`` are kernels that leave the sums of slices to their reader, whose additions
+are not in the time.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -20,8 +23,8 @@ FEW_ROWS = (1, 2, 4, 8, 16, 24, 32)
 MANY_ROWS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 RARE_ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 """For shapes that a layer does not have."""
-NUM_THIN, NUM_MANY = 2, 10
-"""Candidates of ``wgmma`` per shape: for few rows, for many."""
+NUM_THIN, NUM_MANY, NUM_APART = 2, 8, 4
+"""Candidates of ``wgmma`` per shape: for few rows, for many, and of those that leave sums apart."""
 SHOWN = 3
 STEPS = ((48, 64), (96, 128), (192, 256), (384, 512))
 """Rows that one step of a plan could serve: its tiles may differ, its K slices must not."""
@@ -34,6 +37,7 @@ def entries(name: str, shape: Shape, rows: int) -> list[Candidate]:
     if rows in FEW_ROWS:
         found += candidates.few(name, rows)
     found += candidates.many(shape, rows, NUM_MANY if rows in MANY_ROWS else NUM_THIN)
+    found += candidates.apart(shape, rows, NUM_APART)
     return list(dict.fromkeys(found))
 
 
@@ -90,7 +94,7 @@ def compare_shape(name: str, shape: Shape, winners: dict[tuple[str, int], dict])
                     num_bad += 1
                     print(f"FAIL {name} rows {rows} {candidate}: wrong bits", flush=True)
                     continue
-                table.append((measure(candidate, copies, shape, x, out, True), candidate))
+                table.append((measure(candidate, copies, shape, x, True), candidate))
             except (nvrtc.KernelError, AssertionError) as error:
                 print(f"FAIL {name} rows {rows} {candidate}: {str(error)[:150]}", flush=True)
         planned = candidates.planned(shape, rows)
@@ -99,13 +103,13 @@ def compare_shape(name: str, shape: Shape, winners: dict[tuple[str, int], dict])
         table.sort(key=lambda entry: entry[0])
         tables[rows] = table
         row |= {"best": table[0][0], "winner": str(table[0][1])}
-        row["plain best"] = measure(table[0][1], copies, shape, x, out, False)
-        for label, wanted in (("few", is_few), ("wgmma", is_wgmma), ("pair", candidates.is_pair)):
+        row["plain best"] = measure(table[0][1], copies, shape, x, False)
+        for label, wanted in (("few", is_few), ("wgmma", is_wgmma), ("pair", is_pair), ("apart", is_apart)):
             row |= next(({label: us} for us, candidate in table if wanted(candidate)), {})
         num = 2 * len(bf16)
         row["cublas"] = cases.time_us(lambda i: cublas(x, bf16[i % len(bf16)], out), num)  # noqa: B023
         winners[name, rows] = row
-        keys = ("floor", "planned", "best", "plain best", "few", "wgmma", "pair", "cublas")
+        keys = ("floor", "planned", "best", "plain best", "few", "wgmma", "pair", "apart", "cublas")
         print(f"{name:10} {rows:3} | " + " ".join(f"{key} {row[key]:.1f}" for key in keys if key in row), flush=True)
         print("        " + " ; ".join(f"{us:.2f} {candidate}" for us, candidate in table[:SHOWN]), flush=True)
         cases.results.append(row | {"table": [(round(us, 3), str(candidate)) for us, candidate in table]})
@@ -137,7 +141,15 @@ def is_few(candidate: Candidate) -> bool:
 
 
 def is_wgmma(candidate: Candidate) -> bool:
-    return candidate.tile is not None
+    return candidate.tile is not None and not candidate.partial
+
+
+def is_pair(candidate: Candidate) -> bool:
+    return is_wgmma(candidate) and candidates.is_pair(candidate)
+
+
+def is_apart(candidate: Candidate) -> bool:
+    return candidate.partial
 
 
 def is_exact(candidate: Candidate, packed: tuple, shape: Shape, x: Tensor, expected: Tensor) -> bool:
@@ -145,14 +157,23 @@ def is_exact(candidate: Candidate, packed: tuple, shape: Shape, x: Tensor, expec
     product = candidate.product(packed, shape)
     for rows in (x.shape[0], max(1, x.shape[0] - 3)):
         for overlap in (False, True):
-            out = torch.full((rows, shape[0]), torch.nan, dtype=torch.bfloat16, device="cuda")
+            out = new_output(candidate, rows, shape[0]).fill_(torch.nan)
             product(x[:rows], out, False, overlap)
+            if candidate.partial:
+                out = functools.reduce(torch.add, out).bfloat16()
             if not torch.equal(out, expected[:rows]):
                 return False
     return True
 
 
-def measure(candidate: Candidate, copies: list, shape: Shape, x: Tensor, out: Tensor, overlap: bool) -> float:
+def new_output(candidate: Candidate, rows: int, n: int) -> Tensor:
+    if candidate.partial:
+        return torch.empty(candidate.slices, rows, n, device="cuda")
+    return torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+
+
+def measure(candidate: Candidate, copies: list, shape: Shape, x: Tensor, overlap: bool) -> float:
+    out = new_output(candidate, x.shape[0], shape[0])
     products = [candidate.product(copy, shape) for copy in copies]
     num = 2 * len(products)
     return cases.time_us(lambda i: products[i % len(products)](x, out, False, overlap), num)

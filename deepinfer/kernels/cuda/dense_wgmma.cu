@@ -4,22 +4,23 @@
 // (deepinfer/kernels/dense/packing.py) from shared memory and decodes them in place to exact bf16. The activations are
 // operand B, in shared memory with the 128-byte swizzle. One producer thread streams both through a ring of stages.
 //
-// A CTA owns MT weight rows, NB activation rows and one K slice. A cluster has SLICES x MULTICAST CTAs:
-// - the SLICES own the K slices of the same outputs and add their sums in the order of K through distributed shared
-//   memory. The order of summation depends on the shape and on SLICES alone, not on the number of rows;
-// - MULTICAST neighbouring weight tiles need the same activations. Each loads its share of them for all: L2, which is
-//   read 1 / MULTICAST as often, would otherwise bound the kernel.
+// A CTA owns MT weight rows, NB activation rows and one K slice. The SLICES CTAs of a cluster own the K slices of the same
+// outputs and add their sums in the order of K through distributed shared memory. The order of summation depends on the
+// shape and on SLICES alone, not on the number of rows.
+//
+// With PARTIAL there are no clusters, which run only where they fit a group of SMs: every CTA writes its own sums, and
+// whoever reads them adds them in the same order.
 //
 // Compile-time constants: N (a multiple of 32), OUT_N (columns of y that exist), K, GROUP_N (weight rows that share an
 // input); WGS (consumer warpgroups), MF (64-row tiles of each), NB (activation rows: 16, 32, 48, 64, 96, 128,
-// 192 or 256), SLICES, MULTICAST, STAGES, MIN_CTAS, OUT_F32, QUANTIZE (round the output to FP8 in groups of 32).
+// 192 or 256), SLICES, PARTIAL, STAGES, MIN_CTAS, OUT_F32, QUANTIZE (round the output to FP8 in groups of 32).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
 #define MT (64 * WGS * MF)
-#define CLUSTER (SLICES * MULTICAST)
+#define CLUSTER (PARTIAL ? 1 : SLICES)
 #define CONSUMER_WARPS (4 * WGS)
 // Buffers for decoded weights. Where many warps leave few registers, one decodes while others multiply.
 #define OPERANDS (WGS >= 4 || (MIN_CTAS > 1 && NB >= 96) ? 1 : 2)
@@ -31,14 +32,13 @@ typedef unsigned long long u64;
 #define NUM_BLOCK_ROWS (N / 32)
 #define NUM_CHUNKS ((K + 63) / 64)
 #define TILE_BLOCKS (MT / 32)
-#define X_ROWS (NB / MULTICAST)       // activation rows that one CTA loads
 #define X_BYTES (NB * 128)
 #define W_BYTES (MT * 64)
 #define SUM_STRIDE (MT + 4)           // floats per activation row of the partial sums: no bank conflicts
 
 static_assert(N % 32 == 0 && K % 32 == 0 && (OPERANDS == 2 || MF == 1), "shape");
-static_assert(GROUP_N % (MT * MULTICAST) == 0 || GROUP_N == N, "a cluster must not straddle two groups");
-static_assert(NB % (8 * MULTICAST) == 0 && CLUSTER <= 8, "a share begins where the swizzle does");
+static_assert(GROUP_N % MT == 0 || GROUP_N == N, "a CTA must not straddle two groups");
+static_assert(CLUSTER <= 8 && (!PARTIAL || OUT_F32), "output");
 
 struct __align__(64) TensorMap {
   u64 opaque[16];
@@ -107,12 +107,8 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {  // of any CTA of the cluster
-#if MULTICAST > 1
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
-#else
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-#endif
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -130,18 +126,10 @@ __device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barri
                :: "r"(to), "l"(from), "r"(barrier) : "memory");
 }
 
-// A box of X_ROWS rows to the same place of the MULTICAST CTAs that begin with `first`, and bytes to their barriers.
-__device__ __forceinline__ void copy_activations(u32 to, const TensorMap* map, int column, int row, u32 barrier,
-                                                 int first) {
-#if MULTICAST > 1
-  const u16 ctas = (u16)(((1 << MULTICAST) - 1) << first);
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-               "[%0], [%1, {%2, %3}], [%4], %5;"
-               :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(ctas) : "memory");
-#else
+// A box of NB rows and 64 columns.
+__device__ __forceinline__ void copy_activations(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-#endif
 }
 
 __device__ __forceinline__ uint4 load_shared(u32 address) {
@@ -187,21 +175,6 @@ __device__ __forceinline__ int cluster_rank() {
   return rank;
 }
 
-// With cluster_started: the barriers of every CTA exist that this one may reach.
-__device__ __forceinline__ void cluster_start() {
-#if MULTICAST > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#else
-  asm volatile("bar.sync 0, %0;" :: "n"(THREADS) : "memory");
-#endif
-}
-
-__device__ __forceinline__ void cluster_started() {
-#if MULTICAST > 1
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -220,7 +193,7 @@ __device__ __forceinline__ u32 address_in(u32 address, int rank) {
 
 __device__ __forceinline__ float4 load_sums(u32 address) {
   float4 v;
-#if SLICES > 1
+#if CLUSTER > 1
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
 #else
@@ -295,32 +268,32 @@ __device__ __forceinline__ void round_q8(float (&value)[4]) {
 }
 
 #define UNITS (NB * MT / 128)  // outputs of a cluster's weight tile, in units of a warp's float4
-#define BATCH (SLICES <= 4 ? 4 : 2)
+#define BATCH (CLUSTER <= 4 ? 4 : 2)
 
-// Add the partial sums of the K slices and write this CTA's share of the outputs.
-__device__ __forceinline__ void finish(u32 sums, void* y, int rows, int slice, int member, int tile, int first_row,
-                                       int warp, int lane) {
-  u32 from[SLICES];
+// Add the partial sums of the cluster and write this CTA's share of the outputs.
+__device__ __forceinline__ void finish(u32 sums, void* y, int rows, int rank, int tile, int first_row, int warp,
+                                       int lane) {
+  u32 from[CLUSTER];
 #pragma unroll
-  for (int s = 0; s < SLICES; ++s) from[s] = SLICES > 1 ? address_in(sums, s * MULTICAST + member) : sums;
-  const int step = SLICES * CONSUMER_WARPS;
-  for (int unit = slice + SLICES * warp; unit < UNITS; unit += step * BATCH) {
+  for (int s = 0; s < CLUSTER; ++s) from[s] = address_in(sums, s);
+  const int step = CLUSTER * CONSUMER_WARPS;
+  for (int unit = rank + CLUSTER * warp; unit < UNITS; unit += step * BATCH) {
     if (first_row + unit * 32 / (MT / 4) >= rows) break;
-    float4 part[BATCH][SLICES];
+    float4 part[BATCH][CLUSTER];
     int row[BATCH], column[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {  // all loads before the first use: each takes a trip to another SM
       const int place = (unit + b * step) * 32 + lane;
       row[b] = place / (MT / 4), column[b] = place % (MT / 4) * 4;
 #pragma unroll
-      for (int s = 0; s < SLICES; ++s)
+      for (int s = 0; s < CLUSTER; ++s)
         part[b][s] = load_sums(from[s] + min(row[b], NB - 1) * (SUM_STRIDE * 4) + column[b] * 4);
     }
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
       float value[4] = {};
 #pragma unroll
-      for (int s = 0; s < SLICES; ++s)
+      for (int s = 0; s < CLUSTER; ++s)
         value[0] += part[b][s].x, value[1] += part[b][s].y, value[2] += part[b][s].z, value[3] += part[b][s].w;
       const int out_column = tile * MT + column[b];
       const bool exists = row[b] < NB && first_row + row[b] < rows && out_column < OUT_N;
@@ -342,8 +315,9 @@ __device__ __forceinline__ void finish(u32 sums, void* y, int rows, int slice, i
 }
 
 // weights: packed blocks [N/32, NUM_CHUNKS, 2048 bytes]. scales: [N/32, NUM_CHUNKS], two bf16 powers of two per block.
-// x_map: bf16 [rows, groups * K], boxes of [X_ROWS, 64], 128-byte swizzle. y: [rows, OUT_N], contiguous.
-// Grid: clusters by weight tiles, then by tiles of NB activation rows, so that those find the weights in L2.
+// x_map: bf16 [rows, groups * K], boxes of [NB, 64], 128-byte swizzle. y: [rows, OUT_N], contiguous; with PARTIAL
+// float32 [SLICES, rows, OUT_N]. Grid: clusters by weight tiles (with PARTIAL: by weight tiles and slices), then by tiles
+// of NB activation rows, so that those find the weights in L2.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, const __grid_constant__ TensorMap x_map,
             void* __restrict__ y, int rows) {
@@ -355,20 +329,19 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
   const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rank = cluster_rank(), slice = rank / MULTICAST, member = rank % MULTICAST;
-  const int row_tiles = (rows + NB - 1) / NB, cluster = blockIdx.x / CLUSTER;
-  const int first_row = cluster % row_tiles * NB;
-  const int first_tile = cluster / row_tiles * MULTICAST, tile = first_tile + member;
+  const int rank = cluster_rank(), row_tiles = (rows + NB - 1) / NB, cluster = blockIdx.x / CLUSTER;
+  const int first_row = cluster % row_tiles * NB, part_of_weight = cluster / row_tiles;
+  const int tile = PARTIAL ? part_of_weight / SLICES : part_of_weight;
+  const int slice = PARTIAL ? part_of_weight % SLICES : rank;
   const int first = slice * NUM_CHUNKS / SLICES, count = (slice + 1) * NUM_CHUNKS / SLICES - first;
 
-  // The last of the MULTICAST tiles may lie outside of the weight: it only shares the work on the activations.
-  const int first_block = tile * TILE_BLOCKS, blocks = max(0, min(TILE_BLOCKS, NUM_BLOCK_ROWS - first_block));
+  const int first_block = tile * TILE_BLOCKS, blocks = min(TILE_BLOCKS, NUM_BLOCK_ROWS - first_block);
   const int ahead = min(STAGES, count);
   const char* from = weights + ((long long)first_block * NUM_CHUNKS + first) * 2048;
   if (threadIdx.x == 32 * CONSUMER_WARPS) {  // the producer: weights don't depend on earlier kernels
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, CONSUMER_WARPS * MULTICAST);
+      barrier_init(empty + 8 * s, CONSUMER_WARPS);
     }
     barriers_ready();
     for (int c = 0; c < ahead; ++c) {
@@ -378,24 +351,21 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     }
   }
   __syncwarp();
-  cluster_start();
+  __syncthreads();
 
   if (warp >= CONSUMER_WARPS) {
     give_registers();
-    cluster_started();
     if (warp == CONSUMER_WARPS && lane == 0) {
-      const int x_column = first_tile * MT / GROUP_N * K + first * 64, x_row = first_row + member * X_ROWS;
-      const u32 x_share = x_stages + member * (X_ROWS * 128);
-      const int sharers = slice * MULTICAST;  // the first
+      const int x_column = tile * MT / GROUP_N * K + first * 64;
       wait_for_earlier_kernels();
       for (int c = 0; c < ahead; ++c)
-        copy_activations(x_share + c * X_BYTES, &x_map, x_column + c * 64, x_row, full + 8 * c, sharers);
+        copy_activations(x_stages + c * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * c);
       int stage = 0;
       u32 parity = 0;
       for (int c = ahead; c < count; ++c) {
-        barrier_wait(empty + 8 * stage, parity);  // in every CTA that the copy goes to
+        barrier_wait(empty + 8 * stage, parity);
         barrier_expect(full + 8 * stage, blocks * 2048 + X_BYTES);
-        copy_activations(x_share + stage * X_BYTES, &x_map, x_column + c * 64, x_row, full + 8 * stage, sharers);
+        copy_activations(x_stages + stage * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * stage);
         for (int b = 0; b < blocks; ++b)
           copy_weights(w_stages + stage * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048,
                        full + 8 * stage);
@@ -403,7 +373,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
       }
     }
     __syncwarp();
-#if SLICES > 1
+#if CLUSTER > 1
     cluster_barrier();  // as the consumers: before and after they read each other's sums
     cluster_barrier();
 #endif
@@ -414,12 +384,10 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
       const long long place = (long long)block * NUM_CHUNKS + first + i / TILE_BLOCKS;
       scale_words[i] = block < NUM_BLOCK_ROWS ? __ldg(scales + place) : 0;
     }
-    cluster_started();
     consumer_barrier();
     const int group = warp / 4, part = warp % 4;  // 16-row part of a 64-row tile
     const u32 mine = group * MF * 4096 + part * 1024 + lane * 16;
     const u32* my_scales = scale_words + group * MF * 2 + part / 2;
-    const u32 their_empty = MULTICAST > 1 ? address_in(empty, slice * MULTICAST + lane % MULTICAST) : empty;
     float sum[MF][NB / 2];
 #pragma unroll
     for (int f = 0; f < MF; ++f)
@@ -429,8 +397,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     int stage = 0;
     u32 parity = 0;
 #define RELEASE_BEFORE()  /* the stage of chunk c - 1: all have read it, and a later chunk takes its place */ \
-  if (c > 0 && c - 1 + STAGES < count && lane < MULTICAST)                                            \
-    barrier_arrive(their_empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
+  if (c > 0 && c - 1 + STAGES < count && lane == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
 #define NEXT() if (++stage == STAGES) stage = 0, parity ^= 1;
 #define LOAD(f) load_codes(w_stages + stage * W_BYTES + mine + (f) * 4096)
 #define SCALES(f) my_scales[c * TILE_BLOCKS + (f) * 2]
@@ -479,13 +446,16 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
         const int column = (group * MF + f) * 64 + part * 16 + lane / 4 + (i / 2 % 2) * 8;
         sums[row * SUM_STRIDE + column] = sum[f][i];
       }
-#if SLICES > 1
+#if CLUSTER > 1
     cluster_barrier();
 #else
     consumer_barrier();
 #endif
-    finish(base, y, rows, slice, member, tile, first_row, warp, lane);
-#if SLICES > 1
+#if PARTIAL
+    y = (float*)y + (long long)slice * rows * OUT_N;
+#endif
+    finish(base, y, rows, rank, tile, first_row, warp, lane);
+#if CLUSTER > 1
     cluster_barrier();  // the others may still read this CTA's sums
 #endif
   }

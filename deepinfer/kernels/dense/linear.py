@@ -75,6 +75,7 @@ class Fp8Linear:
         shape = self.num_outputs, self.num_inputs
         steps = plans.plan(*shape, self.groups) if plan is None else plan
         self._steps: list[tuple[int, SkinnyProduct | WgmmaProduct]] = []
+        self._partial: dict[int, WgmmaProduct] = {}  # by max_rows of its step
         takes_wgmma = WgmmaProduct.accepts(shape, self.groups)
         slices = [step.slices for step in steps if isinstance(step, plans.Many)]
         for step in steps:
@@ -84,6 +85,9 @@ class Fp8Linear:
             elif takes_wgmma:
                 many = WgmmaProduct(packed, words, shape, self.groups, step.slices, step.tiles)
                 self._steps.append((step.max_rows, many))
+                if step.leaves_partial:
+                    apart = WgmmaProduct(packed, words, shape, self.groups, step.slices, step.tiles, partial=True)
+                    self._partial[step.max_rows] = apart
         self._invariant: SkinnyProduct | WgmmaProduct
         if takes_wgmma:
             self._invariant = WgmmaProduct(packed, words, shape, self.groups, slices[0] if slices else None)
@@ -138,6 +142,26 @@ class Fp8Linear:
 
     __call__ = forward
 
+    def partial_sums(self, xq: Tensor, *, overlap: bool = False) -> Tensor | None:
+        """``[slices, rows, N]`` float32, where the plan finds it faster to leave their addition to the reader.
+
+        Added in this order and rounded once to bf16 they are what :meth:`forward` returns.
+
+        Args:
+            xq, overlap: as of :meth:`forward`.
+        """
+        if self._packed is None or not self._partial:
+            return None
+        rows = xq.shape[0]
+        product = self._partial.get(next((most for most, _ in self._steps if rows <= most), 0)) if rows else None
+        if product is None:
+            return None
+        x = xq.flatten(1) if xq.dim() > 2 else xq
+        assert x.shape[1] == self.groups * self.num_inputs, (x.shape, self.groups, self.num_inputs)
+        sums = torch.empty(product.slices, rows, self.num_outputs, dtype=torch.float32, device=x.device)
+        product(x, sums, False, overlap)
+        return sums
+
     def _product(self, rows: int) -> SkinnyProduct | WgmmaProduct | None:
         """The kernel that reads packed weights, None for widening."""
         return next((product for max_rows, product in self._steps if rows <= max_rows), None)
@@ -170,6 +194,8 @@ class Fp8Linear:
             return
         for product in (self._invariant, *(product for _, product in self._steps)):
             product.prepare(dtype == torch.float32, quantize_output)
+        for partial in self._partial.values():
+            partial.prepare(True, False)
         nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", {"K": self.num_inputs}, self._packed[0].device)
 
 

@@ -31,8 +31,6 @@ class Tile:
     """Tiles of 64 weight rows per warpgroup: 1 or 2, 1 with 4 warpgroups and more."""
     stages: int
     min_ctas: int
-    multicast: int = 1
-    """CTAs with neighbouring weight rows that load their activations together, each a share of ``8 i`` rows."""
 
     @property
     def weight_rows(self) -> int:
@@ -74,6 +72,8 @@ class WgmmaProduct:
         shape: rows and columns of the weight that exist.
         slices: CTAs along the columns, default by shape; fixes the order of summation.
         tiles: by rising number of rows.
+        partial: leave the sums of the slices apart, ``out`` being ``[slices, rows, N]`` float32. Added in this order
+            they are the result. Then slices are independent CTAs, of which all SMs run some.
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class WgmmaProduct:
         groups: int = 1,
         slices: int | None = None,
         tiles: Sequence[Tile] = TILES,
+        partial: bool = False,
     ) -> None:
+        self.partial = partial
         self.packed, self.scales, self.groups = packed, scales, groups
         self.rows_out, self.columns = shape
         self.slices = slices or choose_slices(self.rows_out, packed.shape[1])
@@ -96,9 +98,13 @@ class WgmmaProduct:
         return shape[0] % 4 == 0 and (groups == 1 or shape[0] // groups % ROW_TILE == 0)
 
     def _takes(self, tile: Tile) -> bool:
-        within_group = self.groups == 1 or self.rows_out // self.groups % (tile.weight_rows * tile.multicast) == 0
-        fits = self.shared_bytes(tile) <= _MAX_SHARED_BYTES
-        return fits and within_group and self.slices * tile.multicast <= _MAX_CLUSTER
+        within_group = self.groups == 1 or self.rows_out // self.groups % tile.weight_rows == 0
+        return within_group and self.shared_bytes(tile) <= _MAX_SHARED_BYTES and self.cluster <= _MAX_CLUSTER
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that add their sums."""
+        return 1 if self.partial else self.slices
 
     def shared_bytes(self, tile: Tile) -> int:
         max_chunks = -(-self.packed.shape[1] // self.slices)
@@ -111,7 +117,7 @@ class WgmmaProduct:
         return {
             "N": padded, "OUT_N": self.rows_out, "K": self.columns, "GROUP_N": padded // self.groups,
             "WGS": tile.warpgroups, "MF": tile.fragments, "NB": tile.rows, "SLICES": self.slices,
-            "MULTICAST": tile.multicast, "STAGES": tile.stages, "MIN_CTAS": tile.min_ctas,
+            "PARTIAL": int(self.partial), "STAGES": tile.stages, "MIN_CTAS": tile.min_ctas,
             "OUT_F32": int(float32), "QUANTIZE": int(quantize),
         }  # fmt: skip
 
@@ -133,11 +139,10 @@ class WgmmaProduct:
     def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool) -> None:
         rows = x.shape[0]
         tile = self.tile(rows)
-        cluster = self.slices * tile.multicast
-        weight_tiles = -(-32 * self.packed.shape[0] // tile.weight_rows)
-        clusters = -(-weight_tiles // tile.multicast) * -(-rows // tile.rows)
-        x_map = nvrtc.tensor_map(x, tile.rows // tile.multicast, 64)
+        assert not self.partial or (out.shape == (self.slices, rows, self.rows_out) and out.is_contiguous())
+        tiles = -(-32 * self.packed.shape[0] // tile.weight_rows) * -(-rows // tile.rows)
+        x_map = nvrtc.tensor_map(x, tile.rows, 64)
         self.kernel(tile, out.dtype == torch.float32, quantize).launch(
-            (clusters * cluster, 1, 1), tile.threads, (self.packed, self.scales, x_map, out, rows),
-            shared_bytes=self.shared_bytes(tile), cluster=cluster, overlap=overlap,
+            (tiles * self.slices, 1, 1), tile.threads, (self.packed, self.scales, x_map, out, rows),
+            shared_bytes=self.shared_bytes(tile), cluster=self.cluster, overlap=overlap,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from deepinfer.config.model import TextConfig
 from deepinfer.kernels.attention.query_key import query_key, store_ring
 from deepinfer.kernels.attention.sparse_attention import sparse_attention
 from deepinfer.kernels.dense.linear import Fp8Linear, GroupedFp8Linear
+from deepinfer.kernels.hyper_connection.parts import SplitSums, Update
 from deepinfer.layers.caches import LayerCaches
 from deepinfer.layers.fused.compressor import Compressor
 from deepinfer.layers.fused.indexer import Indexer
@@ -40,8 +41,8 @@ class Attention:
         self.compressor = Compressor(config, plan, weights) if plan.owns_kv else None
         self.indexer = Indexer(config, plan, weights) if plan.owns_indexer else None
 
-    def forward(self, inputs: SublayerInput, step: FusedStep, caches: Sequence[LayerCaches]) -> Tensor:
-        """The sublayer's output ``[rows, hidden]`` bf16; entries of these rows are published before."""
+    def forward(self, inputs: SublayerInput, step: FusedStep, caches: Sequence[LayerCaches]) -> Update:
+        """The sublayer's output ``[rows, hidden]``, maybe in parts; entries of these rows are published before."""
         rows, own = step.rows, caches[self.plan.layer_id]
         cos, sin = rows.angles(self.plan.ratio)
         projected = self.query_and_key.forward(inputs.rounded, overlap=True, invariant=self.invariant)
@@ -81,6 +82,9 @@ class Attention:
             store_ring(records, rows.ring_slot, own.window.data)
         context = context.view(-1, self.groups, context.shape[1] // self.groups)
         low = self.output_a.forward(context, quantize_output=True, overlap=True, invariant=self.invariant)
+        sums = None if self.invariant else self.output_b.partial_sums(low, overlap=True)
+        if sums is not None:
+            return SplitSums(sums)
         return self.output_b.forward(low, overlap=True, invariant=self.invariant)
 
     def publish(self, inputs: SublayerInput, step: FusedStep, caches: Sequence[LayerCaches]) -> None:

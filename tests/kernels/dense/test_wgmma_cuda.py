@@ -1,9 +1,10 @@
-"""The wgmma kernel of dense products, compiled for the CPU and emulated: bits, batches, clusters that share loads."""
+"""The wgmma kernel of dense products, compiled for the CPU and emulated: bits, batches, sums left apart."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from deepinfer.checkpoint import codecs
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.dense import packing
+from deepinfer.kernels.dense import packing, plans
+from deepinfer.kernels.dense.linear import Fp8Linear
 from deepinfer.kernels.dense.wgmma_cuda import Tile, WgmmaProduct
 from deepinfer.ops import number_formats as nf
 from tests.kernels.dense.test_linear import integer_input, integer_weight, random_input, random_weight
@@ -51,7 +53,7 @@ def emulator(defines: tuple[tuple[str, int], ...]) -> Callable[..., int]:
         kernel = kernel.replace(name, at)
     # The constants come between the headers: the first needs only the size of a cluster.
     sizes = dict(defines)
-    sizes["CLUSTER"] = sizes["SLICES"] * sizes["MULTICAST"]
+    sizes["CLUSTER"] = 1 if sizes["PARTIAL"] else sizes["SLICES"]
     machine = (EMULATION / "dense_wgmma.h").read_text()
     return compile_for_cpu(sizes, ("dense.h",), "#undef CLUSTER\n" + constants, machine, kernel, ENTRY)
 
@@ -82,9 +84,11 @@ def emulated(monkeypatch):
     monkeypatch.setattr(nvrtc, "tensor_map", emulated_map)
 
 
-def product(weight: tuple[Tensor, Tensor], slices: int, tile: Tile, groups: int = 1) -> WgmmaProduct:
+def product(
+    weight: tuple[Tensor, Tensor], slices: int, tile: Tile, groups: int = 1, partial: bool = False
+) -> WgmmaProduct:
     packed, words = packing.pack_fp8(weight[0]), packing.pack_scales(weight[1])
-    found = WgmmaProduct(packed, words, tuple(weight[0].shape), groups, slices, (tile,))
+    found = WgmmaProduct(packed, words, tuple(weight[0].shape), groups, slices, (tile,), partial)
     assert found.tiles == [tile]
     return found
 
@@ -95,18 +99,27 @@ def run(kernel: WgmmaProduct, x: Tensor, dtype: torch.dtype, quantize: bool = Fa
     return out
 
 
+def run_partial(kernel: WgmmaProduct, x: Tensor) -> Tensor:
+    sums = torch.full((kernel.slices, x.shape[0], kernel.rows_out), torch.nan)
+    kernel(x, sums, False, False)
+    return sums
+
+
+def add_in_order(sums: Tensor) -> Tensor:
+    return functools.reduce(torch.add, sums)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("shape", "rows", "slices", "tile"),
     [
-        ((160, 320), 17, 2, Tile(16, 2, 1, 2, 1)),
-        ((160, 320), 17, 2, Tile(16, 2, 1, 2, 1, 2)),  # two row tiles
-        ((288, 192), 1, 1, Tile(32, 2, 1, 2, 1, 4)),  # the fourth tile of the cluster lies outside
-        ((416, 448), 33, 3, Tile(48, 2, 1, 3, 1, 2)),
-        ((416, 256), 33, 1, Tile(64, 5, 1, 2, 1, 2)),
+        ((160, 320), 17, 2, Tile(16, 2, 1, 2, 1)),  # two row tiles
+        ((288, 192), 1, 1, Tile(32, 2, 1, 2, 1)),
+        ((416, 448), 33, 3, Tile(48, 3, 1, 3, 1)),
+        ((416, 256), 33, 1, Tile(64, 5, 1, 2, 1)),
         ((260, 352), 130, 2, Tile(96, 4, 1, 3, 1)),
-        ((260, 128), 130, 1, Tile(192, 2, 1, 2, 1, 2)),
-        ((320, 256), 130, 2, Tile(128, 2, 2, 2, 1, 2)),
+        ((260, 128), 130, 1, Tile(192, 2, 1, 2, 1)),
+        ((320, 256), 130, 2, Tile(128, 2, 2, 2, 1)),
     ],
 )
 def test_exact_sums_give_the_reference_bits(shape, rows, slices, tile):
@@ -121,19 +134,66 @@ def test_exact_sums_give_the_reference_bits(shape, rows, slices, tile):
 
 
 @needs_compiler
-@pytest.mark.parametrize("multicast", [1, 2])
-def test_groups_multiply_their_part_of_the_input(multicast):
+@pytest.mark.parametrize(
+    ("shape", "rows", "slices", "tile"),
+    [
+        ((160, 320), 1, 3, Tile(16, 2, 1, 2, 1)),
+        ((64, 96), 1, 3, Tile(16, 2, 1, 2, 1)),  # a slice without columns
+        ((260, 448), 33, 3, Tile(32, 2, 1, 2, 1)),  # two row tiles
+        ((260, 352), 130, 2, Tile(192, 2, 1, 2, 1)),
+        ((160, 608), 33, 10, Tile(48, 2, 1, 2, 1)),  # more than a cluster could have
+        ((288, 192), 130, 3, Tile(128, 4, 1, 2, 1)),
+    ],
+)
+def test_sums_left_apart_add_up_to_the_same_bits(shape, rows, slices, tile):
+    weight, x = random_weight(*shape), random_input(rows, shape[1])
+    sums = run_partial(product(weight, slices, tile, partial=True), x)
+    wide = codecs.dequantize_fp8_tiles(*weight, torch.float64)
+    chunks = -(-shape[1] // 64)
+    ends = [64 * (s * chunks // slices) for s in range(slices + 1)]
+    for s, (first, end) in enumerate(itertools.pairwise(ends)):
+        expected = x[:, first:end].double() @ wide[:, first:end].T
+        magnitude = x[:, first:end].double().abs() @ wide[:, first:end].abs().T
+        assert ((sums[s] - expected).abs() <= 2**-20 * magnitude).all(), s
+    if slices <= 8:
+        together = product(weight, slices, tile)
+        assert torch.equal(run(together, x, torch.float32), add_in_order(sums))
+        assert torch.equal(run(together, x, torch.bfloat16), add_in_order(sums).bfloat16())
+
+
+@needs_compiler
+def test_a_plan_leaves_sums_apart_where_it_says_so():
+    weight = random_weight(160, 320)
+    linear = Fp8Linear.__new__(Fp8Linear)
+    linear.num_outputs, linear.num_inputs, linear.groups, linear._stored = 160, 320, 1, None
+    tiles = (Tile(32, 2, 1, 2, 1), Tile(64, 2, 1, 2, 1))
+    plan = (plans.Many(16, 2, tiles), plans.Many(40, 3, tiles, leaves_partial=True), plans.Many(64, 1, tiles))
+    linear._use_packed(packing.pack_fp8(weight[0]), packing.pack_scales(weight[1]), plan)
+    x = random_input(70, 320)
+    for rows in (0, 1, 16, 41, 64, 70):
+        assert linear.partial_sums(x[:rows]) is None
+    for rows in (17, 33):
+        sums = linear.partial_sums(x[:rows])
+        assert sums is not None
+        assert sums.shape == (3, rows, 160)
+        assert torch.equal(add_in_order(sums).bfloat16(), linear(x[:rows]))
+
+
+@needs_compiler
+def test_groups_multiply_their_part_of_the_input():
     weight, x = integer_weight(512, 128), integer_input(3, 256)
     wide = codecs.dequantize_fp8_tiles(*weight, torch.float64).view(2, 256, 128)
     expected = torch.einsum("rgk,gnk->rgn", x.double().view(3, 2, 128), wide).flatten(1)
-    kernel = product(weight, 2, Tile(16, 2, 1, 2, 1, multicast), groups=2)
-    assert torch.equal(run(kernel, x, torch.float32), expected.float())
+    tile = Tile(16, 2, 1, 2, 1)
+    assert torch.equal(run(product(weight, 2, tile, groups=2), x, torch.float32), expected.float())
+    sums = run_partial(product(weight, 2, tile, groups=2, partial=True), x)
+    assert torch.equal(add_in_order(sums), expected.float())
 
 
 @needs_compiler
 def test_tiles_and_batches_do_not_change_a_row():
     weight, x = random_weight(352, 448), random_input(35, 448)
-    tiles = [Tile(16, 2, 1, 2, 1), Tile(32, 2, 1, 2, 1, 2), Tile(64, 2, 2, 3, 1), Tile(48, 5, 1, 2, 1)]
+    tiles = [Tile(16, 2, 1, 2, 1), Tile(32, 3, 1, 2, 1), Tile(64, 2, 2, 3, 1), Tile(48, 5, 1, 2, 1)]
     outputs = [run(product(weight, 3, tile), x, torch.float32) for tile in tiles]
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     alone = run(product(weight, 3, tiles[1]), x[4:5], torch.float32)
@@ -147,10 +207,11 @@ def test_rows_past_the_last_tile_take_the_cheapest_passes():
     assert chosen == {1: 64, 64: 64, 65: 128, 200: 256, 256: 256, 300: 192, 384: 192, 512: 256}
 
 
-def test_clusters_stay_within_a_group_and_eight_ctas():
+def test_ctas_stay_within_a_group_and_clusters_below_nine():
     packed = torch.empty(16, 8, 1)
-    tiles = [Tile(64, 2, 1, 3, 1, multicast) for multicast in (1, 2, 4)]
+    tiles = [Tile(64, warpgroups, 1, 3, 1) for warpgroups in (2, 3, 4)]
     kept = WgmmaProduct(packed, packed, (512, 512), 2, 2, tiles).tiles
-    assert [tile.multicast for tile in kept] == [1, 2]  # four tiles of 128 rows reach into the other group
-    kept = WgmmaProduct(packed, packed, (512, 512), 1, 3, tiles).tiles
-    assert [tile.multicast for tile in kept] == [1, 2]
+    assert [tile.weight_rows for tile in kept] == [128, 256]
+    assert WgmmaProduct(packed, packed, (512, 512), 1, 8, tiles).tiles == tiles
+    assert not WgmmaProduct(packed, packed, (512, 512), 1, 9, tiles).tiles
+    assert WgmmaProduct(packed, packed, (512, 512), 1, 9, tiles, partial=True).tiles == tiles

@@ -1,6 +1,5 @@
 // After dense.h and the kernel's constants: what deepinfer/kernels/cuda/dense_wgmma.cu needs besides. Products run as
-// late as the kernel allows, and copies at once, to every CTA that they go to: whatever is overwritten too soon gives a
-// wrong result.
+// late as the kernel allows, and copies at once: whatever is overwritten too soon gives a wrong result.
 
 #define __grid_constant__
 struct uint2 { u32 x, y; };
@@ -11,13 +10,6 @@ static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(h
 // ---------------------------------------------------------------- meetings
 static Meeting consumer_meetings[CLUSTER];
 static void consumer_barrier() { meet(consumer_meetings[fibers[current].cta], 32 * CONSUMER_WARPS); }
-static void cluster_start() {
-  if (MULTICAST > 1) arrive(start_meeting, cta_threads * CLUSTER);
-  else __syncthreads();
-}
-static void cluster_started() {
-  if (MULTICAST > 1) wait(start_meeting, 0);
-}
 static void give_registers() {}
 static void take_registers() {}
 
@@ -26,18 +18,16 @@ static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 static float4 load_sums(u32 address) { return *(const float4*)at(address); }
 
 // A map has the address, rows, columns, bytes between rows and rows of a box.
-static void copy_activations(u32 to, const TensorMap* map, int column, int row, u32 address, int first) {
+static void copy_activations(u32 to, const TensorMap* map, int column, int row, u32 address) {
   const u64* m = map->opaque;
-  if (to % 1024 || m[4] != X_ROWS || column < 0) fail("a box that does not fit its place");
-  for (int cta = MULTICAST > 1 ? first : fibers[current].cta, left = MULTICAST; left > 0; ++cta, --left) {
-    for (int r = 0; r < X_ROWS; ++r)
-      for (int c = 0; c < 64; ++c) {
-        const bool exists = row + r < (int)m[1] && column + c < (int)m[2];
-        const u16 value = exists ? ((const u16*)(m[0] + (row + r) * m[3]))[column + c] : 0;
-        *(u16*)at(address_in(swizzled((to & 0xFFFFF) + r * 128 + c * 2), cta)) = value;
-      }
-    bytes_arrive(address_in(address, cta), X_ROWS * 128);
-  }
+  if (to % 1024 || m[4] != NB || column < 0) fail("a box that does not fit its place");
+  for (int r = 0; r < NB; ++r)
+    for (int c = 0; c < 64; ++c) {
+      const bool exists = row + r < (int)m[1] && column + c < (int)m[2];
+      const u16 value = exists ? ((const u16*)(m[0] + (row + r) * m[3]))[column + c] : 0;
+      *(u16*)at(swizzled(to + r * 128 + c * 2)) = value;
+    }
+  bytes_arrive(address, NB * 128);
 }
 
 // ---------------------------------------------------------------- arithmetic
