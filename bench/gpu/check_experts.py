@@ -201,7 +201,7 @@ def candidates(rows: int) -> list[Plan]:
     """Plans worth a try."""
     if rows <= 16:
         plans = [Plan(1, 2, 2), Plan(1, 4, 2), Plan(1, 8, 2), Plan(1, 2, 2, 20)]
-        return plans + [Plan(1, 2, 2, 16, 1), Plan(1, 4, 2, 16, 1), Plan(1, 2, 2, 20, 1)]
+        return [*plans, Plan(1, 2, 2, 16, 1), Plan(1, 4, 2, 16, 1), Plan(1, 2, 2, 20, 1)]
     plans = [Plan(1, 1, 2, 20), Plan(1, 1, 2, 24), Plan(1, 2, 2, 20)]
     plans += [Plan(1, 1, 2, 16, 1), Plan(1, 1, 2, 20, 1), Plan(1, 1, 2, 24, 1), Plan(1, 2, 2, 20, 1)]
     return plans + ([Plan(2, 1, 2)] if rows >= 384 else [])
