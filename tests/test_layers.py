@@ -136,7 +136,10 @@ def test_scheduler_and_cache_bookkeeping_load_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-NEEDS_TRITON = ("kernels", "layers/fused", "models/fused", "sampling/device_choice", "worker/fused_runner")
+NEEDS_TRITON = (
+    *("kernels", "layers/fused", "models/fused", "sampling/device_choice"),
+    *("worker/draft_step", "worker/fused_drafter", "worker/fused_runner"),
+)
 """Beginnings of the files that only an engine on a GPU imports."""
 
 

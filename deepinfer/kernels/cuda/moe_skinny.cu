@@ -9,7 +9,7 @@
 // The order of summation depends on the shape and SPLIT, not on the number of pairs.
 //
 // Compile-time constants: K (a multiple of 128), TILES (of 64 weight rows, per expert), TOP (pairs per row of x), WARPS,
-// SPLIT, DEPTH (pairs of tiles in a ring), STEP (tiles that are fetched together, 1 or 2), NT (blocks have 8 NT pairs), GATED (the rows of W are paired gate and up: y is the rounded
+// SPLIT, DEPTH (pairs of tiles in a ring), NT (blocks have 8 NT pairs), GATED (the rows of W are paired gate and up: y is the rounded
 // activation [pairs, 32 TILES], and the shared expert's activation is made along the way; else y is [pairs, 64 TILES]).
 
 typedef unsigned int u32;
@@ -21,8 +21,7 @@ typedef unsigned long long u64;
 #define CHUNKS (K / 128)
 #define TILE_BYTES 2176
 #define CODE_BYTES 2048
-#define SLOTS (2 * DEPTH / STEP)      // of a ring
-#define SLOT_BYTES (STEP * TILE_BYTES)
+#define PAIR_BYTES (2 * TILE_BYTES)  // a chunk: two tiles, neighbours along K
 #define BLOCK (8 * NT)
 #define SUMS (16 * NT)  // of a lane and a tile
 #define WIDTH (32 * TILES)
@@ -139,7 +138,7 @@ __device__ __forceinline__ u32 factors(u32 scales, int half) {  // bf16 of 2^126
 // The tiles of weights of one warp, in the order in which it needs them.
 struct Stream {
   const char* from;
-  int round, step;
+  int round, chunk;
 };
 
 struct Place {  // of this warp
@@ -163,13 +162,13 @@ __device__ __forceinline__ const char* tile_address(const Arguments& a, const Pl
 __device__ __forceinline__ void fetch(const Arguments& a, const Place& place, int grid, Stream& stream, u32 to, u32 full) {
   if (!stream.from) return;
   if (threadIdx.x % 32 == 0) {
-    barrier_expect(full, SLOT_BYTES);
-#pragma unroll
-    for (int i = 0; i < STEP; ++i) copy_tile(to + i * TILE_BYTES, stream.from + i * (TILES * TILE_BYTES), full);
+    barrier_expect(full, PAIR_BYTES);
+    copy_tile(to, stream.from, full);
+    copy_tile(to + TILE_BYTES, stream.from + TILES * TILE_BYTES, full);
   }
-  stream.from += STEP * TILES * TILE_BYTES;
-  if (++stream.step == place.count * (2 / STEP)) {
-    stream.step = 0;
+  stream.from += 2 * TILES * TILE_BYTES;
+  if (++stream.chunk == place.count) {
+    stream.chunk = 0;
     stream.from = tile_address(a, place, tile_of(place, grid, ++stream.round));
   }
 }
@@ -293,15 +292,14 @@ __device__ __forceinline__ void finish(const Arguments& a, int tile, const float
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_skinny(const Arguments a, int grid) {
-  extern __shared__ __align__(128) char shared[];  // rings [WARPS][SLOTS][SLOT_BYTES], sums [2][TEAMS][SPLIT - 1][SUMS][32]
-  __shared__ __align__(8) u64 barriers[WARPS * SLOTS];
+  extern __shared__ __align__(128) char shared[];  // rings [WARPS][DEPTH][PAIR_BYTES], sums [2][TEAMS][SPLIT - 1][SUMS][32]
+  __shared__ __align__(8) u64 barriers[WARPS * DEPTH];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const u32 ring = shared_address(shared) + warp * (SLOTS * SLOT_BYTES);
-  const u32 full = shared_address(barriers) + warp * (SLOTS * 8);
-  float* all_sums = (float*)(shared + WARPS * SLOTS * SLOT_BYTES);
+  const u32 ring = shared_address(shared) + warp * (DEPTH * PAIR_BYTES), full = shared_address(barriers) + warp * (DEPTH * 8);
+  float* all_sums = (float*)(shared + WARPS * DEPTH * PAIR_BYTES);
   if (lane == 0) {
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full + 8 * slot, 1);
+    for (int d = 0; d < DEPTH; ++d) barrier_init(full + 8 * d, 1);
     barriers_ready();
   }
   __syncwarp();
@@ -313,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_skinny(const Argume
   int tile = tile_of(place, grid, 0);
   Stream stream = {tile_address(a, place, tile), 0, 0};
 #pragma unroll
-  for (int slot = 0; slot < SLOTS; ++slot) fetch(a, place, grid, stream, ring + slot * SLOT_BYTES, full + 8 * slot);
+  for (int d = 0; d < DEPTH; ++d) fetch(a, place, grid, stream, ring + d * PAIR_BYTES, full + 8 * d);
   if (a.early) wait_for_earlier_kernels();
   let_next_kernel_start();
   if (GATED) activate_shared(a, grid);
@@ -322,27 +320,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_skinny(const Argume
   find_rows(a, place, tile, x);
   Operands b[2];
   if (tile >= 0) load_operands(b[0], x, 0), load_operands(b[1], x, 64);
-  int slot = 0;
+  int stage = 0;
   u32 parity = 0;
   for (int round = 0; tile >= 0; ++round) {
     const int next_tile = tile_of(place, grid, round + 1);
     find_rows(a, place, next_tile, next_x);
     float sum[4][NT][4] = {};
     for (int chunk = 0; chunk < place.count; ++chunk) {
+      const u32 tiles = ring + stage * PAIR_BYTES;
 #pragma unroll
       for (int n = 0; n < NT; ++n) x[n] = chunk + 1 == place.count ? next_x[n] : x[n] + 128;
+      barrier_wait(full + 8 * stage, parity);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const u32 tiles = ring + slot * SLOT_BYTES, filled = full + 8 * slot;
-        if (i % STEP == 0) barrier_wait(filled, parity);
-        multiply_tile(sum, tiles + i % STEP * TILE_BYTES, b[i]);
+        multiply_tile(sum, tiles + i * TILE_BYTES, b[i]);
         load_operands(b[i], x, i * 64);  // for the next chunk
-        if ((i + 1) % STEP == 0) {
-          __syncwarp();  // every lane has read the tiles
-          fetch(a, place, grid, stream, tiles, filled);
-          if (++slot == SLOTS) slot = 0, parity ^= 1;
-        }
       }
+      __syncwarp();  // every lane has read the tiles
+      fetch(a, place, grid, stream, tiles, full + 8 * stage);
+      if (++stage == DEPTH) stage = 0, parity ^= 1;
     }
     const int done = tile;
     tile = next_tile;

@@ -26,8 +26,6 @@ class Plan:
     """Pairs of tiles that each warp has in flight. No influence on a result."""
     warps: int = 16
     """Of a CTA, a multiple of ``split``. No influence on a result."""
-    step: int = 2
-    """Tiles that are fetched together, 1 or 2. No influence on a result."""
 
     @property
     def block(self) -> int:
@@ -84,8 +82,7 @@ class GroupedSkinny:
     def _kernel(self, plan: Plan) -> nvrtc.Kernel:
         defines = {
             "K": packing.TILE * self.num_chunks, "TILES": self.num_tiles, "TOP": self.top, "WARPS": plan.warps,
-            "SPLIT": plan.split, "DEPTH": plan.depth, "STEP": plan.step, "NT": plan.pair_tiles,
-            "GATED": int(self.limit is not None),
+            "SPLIT": plan.split, "DEPTH": plan.depth, "NT": plan.pair_tiles, "GATED": int(self.limit is not None),
         }  # fmt: skip
         device, shared_bytes = self.packed.device, plan.shared_bytes
         return nvrtc.load_kernel("moe_skinny.cu", "moe_skinny", defines, device, shared_bytes=shared_bytes)
