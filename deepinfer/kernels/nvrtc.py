@@ -20,6 +20,7 @@ Kernels launched without ``overlap`` (torch's, Triton's) begin when everything b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -291,11 +292,13 @@ def _nvrtc() -> ctypes.CDLL:
     for name in [*names, *(str(folder / name) for folder in reversed(folders) for name in names)]:
         try:
             found = ctypes.CDLL(name)
-            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):  # looked up by name
-                ctypes.CDLL(str(builtins))
-            return found
         except OSError:
             continue
+        if Path(name).is_absolute():
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):  # looked up by name when it compiles
+                with contextlib.suppress(OSError):
+                    ctypes.CDLL(str(builtins))
+        return found
     raise KernelError(
         "NVRTC was not found", why="CUDA kernels are compiled with it", fix="pip install nvidia-cuda-nvrtc"
     )

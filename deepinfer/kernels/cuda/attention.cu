@@ -131,7 +131,7 @@ template <int N> __device__ __forceinline__ void set_registers_down() { asm vola
 
 __device__ __forceinline__ uint4 load_record(const u8* p) {
   uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 __device__ __forceinline__ void store_global(u16* p, const uint4& v) {
@@ -335,7 +335,7 @@ __device__ __forceinline__ int key_index(const Arguments& a, int row, int block,
   const bool window = block < range.window;
   const int number = (window ? block : block - range.window) * BLOCK + key, count = window ? a.width : a.num_selected;
   if (number >= count) return -1;
-  return __ldg((window ? a.window_index : a.entry_slots) + (long long)row * count + number);
+  return (window ? a.window_index : a.entry_slots)[(long long)row * count + number];
 }
 __device__ __forceinline__ const u8* record_of(const Arguments& a, bool window, int index) {
   if (window) {

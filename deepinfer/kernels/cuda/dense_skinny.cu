@@ -138,13 +138,14 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Gives up after seconds: a wrong result is found sooner than a hang.
+  // Fails after seconds, instead of hanging.
   asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
                "mov.u32 tries, 0;\n"
                "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "add.u32 tries, tries, 1;\n"
                "setp.lt.and.u32 more, tries, 4000000, !done;\n"
-               "@more bra again; }" :: "r"(barrier), "r"(parity) : "memory");
+               "@more bra again;\n"
+               "@!done trap; }" :: "r"(barrier), "r"(parity) : "memory");
 }
 
 __device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barrier) {  // one packed block

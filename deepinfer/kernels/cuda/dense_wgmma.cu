@@ -112,7 +112,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Gives up after seconds: a wrong result is found sooner than a hang. (Written in C++ the loop serialises wgmma.)
+  // Gives up after seconds. (A trap there, or the loop written in C++, serialises wgmma.)
   asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
                "mov.u32 tries, 0;\n"
                "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

@@ -9,8 +9,9 @@
 // The order of summation depends on the shape and SPLIT, not on the number of pairs.
 //
 // Compile-time constants: K (a multiple of 128), TILES (of 64 weight rows, per expert), TOP (pairs per row of x), WARPS,
-// SPLIT, DEPTH (pairs of tiles in a ring), NT (blocks have 8 NT pairs), GATED (the rows of W are paired gate and up: y is the rounded
-// activation [pairs, 32 TILES], and the shared expert's activation is made along the way; else y is [pairs, 64 TILES]).
+// SPLIT, DEPTH (pairs of tiles in a ring), NT (blocks have 8 NT pairs), GATED (the rows of W are paired gate and up: y is
+// the rounded activation [pairs, 32 TILES], and the shared expert's activation is made along the way; else y is [pairs, 64
+// TILES]).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -87,13 +88,14 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Gives up after seconds: a wrong result is found sooner than a hang.
+  // Fails after seconds, instead of hanging.
   asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
                "mov.u32 tries, 0;\n"
                "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "add.u32 tries, tries, 1;\n"
                "setp.lt.and.u32 more, tries, 4000000, !done;\n"
-               "@more bra again; }" :: "r"(barrier), "r"(parity) : "memory");
+               "@more bra again;\n"
+               "@!done trap; }" :: "r"(barrier), "r"(parity) : "memory");
 }
 
 __device__ __forceinline__ void copy_tile(u32 to, const void* from, u32 barrier) {

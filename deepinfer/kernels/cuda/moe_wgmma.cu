@@ -146,13 +146,14 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Gives up after seconds: a wrong result is found sooner than a hang. (Written in C++ the loop serialises wgmma.)
+  // Fails after seconds, instead of hanging. (Written in C++ the loop serialises wgmma.)
   asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
                "mov.u32 tries, 0;\n"
                "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "add.u32 tries, tries, 1;\n"
                "setp.lt.and.u32 more, tries, 4000000, !done;\n"
-               "@more bra again; }" :: "r"(barrier), "r"(parity) : "memory");
+               "@more bra again;\n"
+               "@!done trap; }" :: "r"(barrier), "r"(parity) : "memory");
 }
 
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
@@ -251,8 +252,8 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the nex
 // Each row x[row], a thread for 32 columns, to the places of its pairs; with them their route weights.
 // place: [rows * TOP], -1 for none. counters: [2], set to 0 for the two products that follow.
 extern "C" __global__ void __launch_bounds__(THREADS)
-moe_gather(const uint4* __restrict__ x, const int* __restrict__ place, const float* __restrict__ weights,
-           char* __restrict__ ordered, float* __restrict__ ordered_weights, int* __restrict__ counters, int capacity) {
+moe_gather(const uint4* x, const int* place, const float* weights, char* ordered, float* ordered_weights, int* counters,
+           int capacity) {  // not restrict: what an overlapped kernel reads is written while it runs
   wait_for_earlier_kernels();
   const int row = blockIdx.x, half = threadIdx.x;
   if (row == 0 && half < 2) counters[half] = 0;

@@ -4,7 +4,7 @@
 // ---------------------------------------------------------------- fibers
 static const u32 SHARED_BYTES = 256 * 1024, BARRIER_OFFSET = 240 * 1024;
 struct Warp { Meeting meeting; u32 values[32][6]; };
-struct Fiber { ucontext_t context; bool done; int thread, cta; };
+struct Fiber { ucontext_t context; bool done, waited; int thread, cta; };
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static std::vector<Meeting> cta_meetings;
@@ -46,7 +46,8 @@ static const char* in_weights(const void* p, int bytes) {
   return (const char*)p;
 }
 static uint4 load_shared(u32 address) { return *(const uint4*)at(address); }
-static void wait_for_earlier_kernels() {}
+static void wait_for_earlier_kernels() { fibers[current].waited = true; }
+static void needs_earlier_kernels() { if (!fibers[current].waited) fail("reads what an earlier kernel may still write"); }
 
 struct Barrier { u8 count, pending; u16 phase; int bytes; };  // bytes may arrive before they are expected
 static Barrier& barrier(u32 address) {

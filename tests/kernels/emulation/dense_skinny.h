@@ -2,6 +2,7 @@
 
 static uint4 load_weights(const void* p) { return *(const uint4*)in_weights(p, 16); }
 static void copy_async(u32 to, const void* from, u32 bytes) {
+  needs_earlier_kernels();
   if (to % 16 || (uintptr_t)from % 16) fail("misaligned copy");
   std::memset(at(to), 0, 16), std::memcpy(at(to), from, bytes);
 }

@@ -3,6 +3,7 @@
 static std::vector<Meeting> team_meetings(16);
 static void meet_team(int team) { meet(team_meetings[team], 32 * SPLIT); }
 static uint4 load_activations(const u16* p) {
+  needs_earlier_kernels();
   if ((uintptr_t)p % 16) fail("misaligned activations");
   return *(const uint4*)p;
 }

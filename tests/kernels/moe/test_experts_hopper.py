@@ -14,7 +14,7 @@ from deepinfer.kernels.moe.experts import ExpertInput, PackedExperts, build_expe
 from deepinfer.kernels.moe.experts_hopper import PLANS, HopperExperts, is_usable, repack
 from deepinfer.kernels.moe.router import Routing
 from deepinfer.ops.number_formats import q8_round
-from tests.kernels.moe.test_grouped_skinny import GRID, EmulatedKernel
+from tests.kernels.moe import test_grouped_skinny, test_grouped_wgmma
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 EXPERTS, HIDDEN, WIDTH, TOP, LIMIT = 5, 512, 256, 3, 7.0
@@ -25,30 +25,41 @@ def random_experts(n: int, k: int) -> PackedExperts:
     return PackedExperts(codes, torch.randint(116, 122, (EXPERTS, n, k // 32), dtype=torch.uint8))
 
 
+def emulated_kernel(source: str, *arguments: object, **more: object) -> object:
+    family = test_grouped_skinny if source == "moe_skinny.cu" else test_grouped_wgmma
+    return family.EmulatedKernel(source, *arguments, **more)
+
+
 @needs_compiler
 @pytest.mark.parametrize("rows", [1, 6, 17])
-@pytest.mark.parametrize("has_shared", [False, True])
-def test_few_rows_agree_with_triton(rows, has_shared, monkeypatch):
+@pytest.mark.parametrize(("has_shared", "invariant"), [(False, False), (True, False), (True, True)])
+def test_experts_agree_with_triton(rows, has_shared, invariant, monkeypatch):
     torch.manual_seed(rows)
     gate_up, down = random_experts(2 * WIDTH, HIDDEN), random_experts(HIDDEN, WIDTH)
-    expected_experts = build_experts(gate_up, down, TOP, LIMIT, way="triton")
     x = torch.randn(rows, HIDDEN).bfloat16()
     chosen = torch.stack([torch.randperm(EXPERTS)[:TOP] for _ in range(rows)]).int()
     chosen[rows // 2, 1] = -1
     weights = torch.rand(rows, TOP)
     shared = torch.randn(rows, 2 * WIDTH) * 3 if has_shared else None
     given = ExpertInput(x, rounded=q8_round(x).bfloat16())
-    routing = Routing(chosen, weights, None)
-    expected = expected_experts.forward(given, routing, shared)
-    monkeypatch.setattr(nvrtc, "load_kernel", EmulatedKernel)
-    monkeypatch.setattr(nvrtc, "num_multiprocessors", lambda device: GRID)
-    monkeypatch.setattr(EmulatedKernel, "weight_bytes", 1 << 40)
-    experts = HopperExperts(gate_up, down, TOP, LIMIT)
+    expected = build_experts(gate_up, down, TOP, LIMIT, way="triton").forward(
+        given, Routing(chosen, weights, None), shared
+    )
+    monkeypatch.setattr(nvrtc, "load_kernel", emulated_kernel)
+    monkeypatch.setattr(nvrtc, "num_multiprocessors", lambda device: test_grouped_skinny.GRID)
+    monkeypatch.setattr(test_grouped_skinny.EmulatedKernel, "weight_bytes", 1 << 40)
+    experts = HopperExperts(gate_up, down, TOP, LIMIT, batch_invariant=invariant)
     ordered = Routing(chosen, weights, order_pairs(chosen, EXPERTS, experts.block_of(rows)))
     found = experts.forward(given, ordered, shared)
-    assert found.place is None
     live = chosen.flatten() >= 0
-    error = (found.values[live].float() - expected.values[live].float()).norm() / expected.values[live].float().norm()
+    values = found.values
+    if invariant:  # one order of summation: the kernels for many rows
+        assert found.place is not None
+        assert torch.equal(found.place >= 0, live)
+        values = values[found.place.clamp_min(0).long()]
+    else:
+        assert found.place is None
+    error = (values[live].float() - expected.values[live].float()).norm() / expected.values[live].float().norm()
     assert error < 5e-3  # a float32 sum on the other side of a rounding, now and then
     if has_shared:
         assert (found.shared_inner != expected.shared_inner).float().mean() < 3e-3

@@ -135,6 +135,19 @@ def test_gated_product_activates_and_rounds(rows, plan):
     assert (shared.out != of_shared).float().mean() < 3e-3
 
 
+@pytest.mark.parametrize("plan", [Plan(1, 2, 2), Plan(1, 1, 1, 20), Plan(2, 4, 2)])
+@pytest.mark.parametrize("chosen", [[-1, -1, -1], [2] * 19, [3], [0, -1, 3]])
+def test_no_pairs_one_expert_with_all_and_the_last(chosen, plan):
+    codes, scales = integer_weights(4, 128, 512)
+    x = torch.randint(-8, 9, (len(chosen), 512)).bfloat16()
+    experts = torch.tensor(chosen, dtype=torch.int32).unsqueeze(1)
+    found = run(GroupedSkinny(packing.pack(codes, scales), 1), x, experts, plan)
+    live = experts.flatten() >= 0
+    wide = q4u_decode(codes, scales).double()[experts.flatten().clamp_min(0).long()]
+    assert torch.equal(found[live], torch.einsum("pk,pnk->pn", x.double(), wide).bfloat16()[live])
+    assert found[~live].isnan().all()
+
+
 def test_a_pair_does_not_depend_on_the_others_nor_on_the_block():
     torch.manual_seed(0)
     codes = torch.randint(0, 256, (2, 128, 192), dtype=torch.uint8)
