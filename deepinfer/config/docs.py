@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepinfer.config.env import VARIABLES, WITHOUT_COUNTERPART
+from deepinfer.config.env import VARIABLES, WITHOUT_COUNTERPART, Variable
 from deepinfer.config.options import AUTO, FOREIGN, OPTIONS, Option
 
 _INTRODUCTION = """\
@@ -93,10 +93,16 @@ def _values(values: Sequence[Any]) -> str:
 
 def _used_variables() -> list[tuple[str, ...]]:
     return [
-        (f"`{item.full_name}`", item.kind.value, item.default, f"`{item.option}`", item.help)
+        (f"`{item.full_name}`", item.kind.value, item.default, _sets(item), item.help)
         for item in VARIABLES
         if item.is_used
     ]
+
+
+def _sets(item: Variable) -> str:
+    if item.means is None:
+        return f"`{item.option}`"
+    return f"`{item.option}` to " + ", ".join(f"`{meant}` if `{value}`" for value, meant in item.means.items())
 
 
 def _unused_variables() -> list[tuple[str, ...]]:

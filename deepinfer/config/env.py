@@ -31,6 +31,8 @@ class Variable:
     """As one would write it, or ``unset``."""
     option: str | None = None
     """Name of the option that it fills; None while its feature does not exist here."""
+    means: Mapping[Any, Any] | None = None
+    """The option's value by this variable's, where their types differ; a value that is not in it says nothing."""
     choices: tuple[str, ...] = ()
     harmless: tuple[Any, ...] = ()
     """Values of an unused variable that ask for what this engine does anyway, so that nobody needs a warning."""
@@ -89,6 +91,7 @@ VARIABLES: tuple[Variable, ...] = (
         "startup",
         choices=("startup", "lazy", "off"),
     ),
+    _used("ENFORCE_EAGER", "cuda_graphs", Kind.BOOL, "No CUDA graphs.", "0", means={True: "off"}),
     _used("BATCH_INVARIANT", "batch_invariant", Kind.BOOL, "Results that do not depend on the batch.", "0"),
     _used("ZERO_OVERHEAD_SCHEDULING", "async_scheduling", Kind.BOOL, "Launch a step while one runs.", "1"),
     _used("PREFIX_CACHE", "prefix_cache", Kind.STR, "Policy of the prefix cache: off, bounded or exact.", "exact"),
@@ -103,7 +106,6 @@ VARIABLES: tuple[Variable, ...] = (
     _used(
         "YOCO_PREFILL_KEEP_TOKENS", "prefill_keep_tokens", Kind.INT, "Prompt tokens that keep the decoder half.", "0"
     ),
-    _unused("ENFORCE_EAGER", Kind.BOOL, "0", "No CUDA graphs; there are none on a CPU.", harmless=(False, True)),
     _unused("OVERRIDE_NUM_EXTRA_EXPERTS", Kind.INT, "0", "Redundant experts for load balance.", harmless=(0,)),
     _unused("EXPERT_REARRANGEMENT_STEP_INTERVAL", Kind.INT, "0", "Steps between rebalancings.", harmless=(0,)),
     _unused("ENGRAM_FORCE_GPU_STORAGE", Kind.BOOL, "0", "N-gram tables in device memory.", harmless=(False,)),
@@ -140,7 +142,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     Args:
         variables: names to texts; the process environment when None.
     Raises:
-        ConfigError: a variable holds a value that its type or its choices do not allow.
+        ConfigError: a variable holds a value that its type or its choices do not allow, or two contradict each other.
     """
     if variables is None:
         variables = os.environ
@@ -158,10 +160,27 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             continue  # VAR= in a shell unsets it, as far as its user is concerned
         value = _parse(variable, text)
         if variable.option is not None:
-            options[variable.option] = (name, value)
+            _put(options, variable, value)
         elif value not in variable.harmless:
             warnings.append(f"{name}={text} is recognised but not yet used: {variable.help}")
     return Environment(options, tuple(warnings))
+
+
+def _put(options: dict[str, tuple[str, Any]], variable: Variable, value: Any) -> None:
+    """Fill the variable's option, unless the value says nothing about it."""
+    assert variable.option is not None, variable.name
+    if variable.means is not None:
+        if value not in variable.means:
+            return
+        value = variable.means[value]
+    other, known = options.get(variable.option, (variable.full_name, value))
+    if known != value:
+        raise ConfigError(
+            f"environment variables {other} and {variable.full_name} contradict each other",
+            why=f"they ask for {variable.option} {known!r} and {value!r}",
+            fix="unset one of them",
+        )
+    options[variable.option] = (other, value)
 
 
 def _parse(variable: Variable, text: str) -> Any:

@@ -80,10 +80,10 @@ OPTIONS: tuple[Option, ...] = (
         field="device.platform",
         kind=Kind.STR,
         default=AUTO,
-        rule="the best platform that is available",
+        rule="the best platform that is available and need not be asked for by name",
         choices=("cpu", "nvidia", "ascend"),
         aliases=("device",),
-        help="What to run on. This version has the CPU engine only.",
+        help="What to run on: a CPU, or, when asked for by name, one NVIDIA GPU (Hopper for the fast kernels).",
     ),
     Option(
         name="cuda_graphs",

@@ -96,7 +96,7 @@ def confidence_log(config: EngineConfig) -> ConfidenceLog | None:
 
 def step_cost(config: EngineConfig, runner: ModelRunner) -> RefinedCost:
     """What a step takes: from the directory of earlier starts if it is configured and has it, else measured."""
-    sizes = _measured_sizes(config)
+    sizes = _measured_sizes(config, runner.graph_sizes)
     if config.speculation.cost_dir is None:
         return RefinedCost(measure_step_cost(config, runner, sizes))
     store = CostStore(config.speculation.cost_dir, config.speculation.cost_ttl_s)
@@ -122,13 +122,17 @@ def _cost_facts(config: EngineConfig, runner: ModelRunner, sizes: Sequence[int])
         "num_drafts": config.speculation.num_tokens,
         "ops": [f"{choice.op}={choice.implementation}" for choice in runner.model.ops.explain()],
         "sizes": list(sizes),
-        "is_staircase": False,
+        "is_staircase": bool(runner.graph_sizes),
+        "graphs": config.device.graphs,
+        "batch_invariant": config.batch_invariant,
         "world_size": 1,
     }
 
 
-def _measured_sizes(config: EngineConfig) -> list[int]:
-    """Rows whose time is measured: powers of two and the largest verification step."""
+def _measured_sizes(config: EngineConfig, graph_sizes: Sequence[int]) -> list[int]:
+    """Rows whose time is measured: those of the graphs, else powers of two and the largest verification step."""
+    if graph_sizes:
+        return sorted(graph_sizes)
     limits = config.scheduler
     largest = limits.max_num_seqs * (1 + config.speculation.num_tokens)
     largest = min(largest, limits.max_num_batched_tokens, _LARGEST_MEASURED_STEP)
@@ -148,5 +152,5 @@ def measure_step_cost(config: EngineConfig, runner: ModelRunner, sizes: Sequence
             torch.cuda.synchronize(runner.device)
         return time.perf_counter() - begin
 
-    # Without graphs a step has exactly its rows.
-    return CostTable.measure(sizes, run, is_staircase=False)
+    # A graph has always the same rows, some of them padding; without graphs a step has exactly its own.
+    return CostTable.measure(sizes, run, is_staircase=bool(runner.graph_sizes))

@@ -14,6 +14,7 @@ from deepinfer.config.model import TextConfig
 from deepinfer.errors import CapacityError
 from deepinfer.kvcache.block_pool import BLOCK_TOKENS
 from deepinfer.kvcache.sizing import CacheSizes
+from deepinfer.kvcache.sublayer_memory import sublayer_bytes
 
 CONTEXT = "context and kernels"
 CONTEXT_BYTES = 700 * 2**20
@@ -22,9 +23,10 @@ CONTEXT_BYTES = 700 * 2**20
 BYTES_PER_GRAPH = 24 * 2**20
 """What one captured graph takes, its nodes and its share of the common pool."""
 
-_HEAD_ROWS = 64
-EXPERT_BLOCK = 16
-"""Pairs to whose multiple kernels for many rows fill up an expert's."""
+HEAD_ROWS = 64
+"""Rows to whose multiple batch-invariant products of the vocabulary are filled up."""
+INDEX_SCRATCH_BYTES = 256 * 2**20
+"""Most that the scores of the index take at once."""
 _ACTIVATION_BYTES, _FLOAT_BYTES = 2, 4
 
 
@@ -128,10 +130,11 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
         text: the model.
         shape: of the largest step.
     """
-    rows, hidden = shape.max_rows, text.hidden_size
+    rows, sampled, hidden = shape.max_rows, shape.max_sampled_rows, text.hidden_size
     trunk = 3 * text.hc_mult * hidden  # old, new, and one in flight
-    sublayer = 3 * hidden + text.num_attention_heads * text.head_dim + text.o_groups * text.o_lora_rank
-    pairs = rows * text.num_experts_per_tok + EXPERT_BLOCK * text.n_routed_experts  # in order, each expert's filled up
+    sublayers = sublayer_bytes(text, rows)
+    largest = ", ".join(f"{name} {size:,}" for name, size in sublayers.items())
+    features = len(text.dspark_target_layer_ids) * hidden if shape.num_drafts else 0
     candidates = text.candidate_topk_blocks * text.candidate_block_size if text.candidate_source_layer_id else 0
     selection = text.index_topk + candidates
 
@@ -144,11 +147,12 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
             "graphs", shape.num_graphs * BYTES_PER_GRAPH, f"{shape.num_graphs} x {BYTES_PER_GRAPH / 2**20:.0f} MiB"
         ),
         item("streams", rows, trunk, _ACTIVATION_BYTES),
-        item("attention", rows, sublayer, _ACTIVATION_BYTES),
-        item("routed experts", pairs, 2 * text.moe_intermediate_size + hidden, _ACTIVATION_BYTES),
+        MemoryItem("sublayer", max(sublayers.values()), f"{rows:,} rows, the largest of: {largest} bytes"),
+        item("features for drafts", rows, features, _ACTIVATION_BYTES),
+        MemoryItem("index scores", INDEX_SCRATCH_BYTES if text.index_source_layer_ids else 0),
         item("selection", rows, selection, _FLOAT_BYTES),
         item("logits of captured drafts", _captured_logits(shape), text.vocab_size, _FLOAT_BYTES),
-        item("logits and their copy", shape.max_sampled_rows, 2 * text.vocab_size, _FLOAT_BYTES),
+        item("logits and their copy", sampled + _filled_up(sampled), text.vocab_size, _FLOAT_BYTES),
     )
 
 
@@ -156,8 +160,11 @@ def _captured_logits(shape: StepShape) -> int:
     """Rows of logits in the memory of the graphs, which nobody else can use: those of all slots of the largest draft,
     and three of one slot at a time (its own, their Markov part, one in flight). The smaller drafts live in the same."""
     requests = shape.max_graph_drafts
-    padded = -(-requests // _HEAD_ROWS) * _HEAD_ROWS  # as batch-invariant products of the vocabulary are
-    return requests * shape.num_drafts + 3 * padded
+    return _filled_up(requests * shape.num_drafts) + 3 * _filled_up(requests)
+
+
+def _filled_up(rows: int) -> int:
+    return -(-rows // HEAD_ROWS) * HEAD_ROWS
 
 
 def bytes_beside_context(reserves: Iterable[MemoryItem]) -> int:

@@ -28,7 +28,8 @@ from deepinfer.layers.weights import TensorSource
 from deepinfer.ops.numerics import Numerics
 from deepinfer.ops.registry import Ops
 
-_HEAD_ROWS = 64
+HEAD_ROWS = 64
+"""Rows of a batch-invariant product by the vocabulary; memory plans count with it."""
 
 MakeExperts = Callable[[PackedSource, int], RoutedExperts]
 """(weights below ``ffn.``, number of experts) -> the routed experts of a layer."""
@@ -166,6 +167,9 @@ class FusedV41:
         if not self.invariant:
             return weight.forward(hidden, dtype=torch.float32)
         # The library chooses its order of summation by the number of rows, so it always gets the same number.
-        padded = functional.pad(hidden, (0, 0, 0, -len(hidden) % _HEAD_ROWS))
-        parts = [weight.forward(part, dtype=torch.float32) for part in padded.split(_HEAD_ROWS)]
-        return torch.cat(parts)[: len(hidden)]
+        padded = functional.pad(hidden, (0, 0, 0, -len(hidden) % HEAD_ROWS))
+        logits = torch.empty(len(padded), weight.num_outputs, device=hidden.device)
+        for begin in range(0, len(padded), HEAD_ROWS):
+            part = slice(begin, begin + HEAD_ROWS)
+            weight.forward(padded[part], out=logits[part])
+        return logits[: len(hidden)]

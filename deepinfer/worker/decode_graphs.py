@@ -42,7 +42,7 @@ class DecodeGraphs:
     def replay(self, host: HostTable, ngrams: Tensor | None) -> Forward | None:
         """Run the step. Returns trunk, read mix and n-gram ids of its rows; they hold until the next replay.
 
-        None if no graph can run it: it has too many rows or blocks, or the capture of its size failed.
+        None if no graph can run it: it has too many rows or blocks, or no size that holds it could be captured.
 
         Args:
             ngrams: ``[rows, n]`` int32 on the device.

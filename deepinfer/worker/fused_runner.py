@@ -54,7 +54,7 @@ class FusedRunner(ModelRunner):
         self.expander = RowExpander(geometry, ratios, self.plain_frequencies, self.compressed_frequencies)
         self.ngram_size = config.engram_max_ngram_size if config.engram_layer_ids else 0
         self.device_tokens = DeviceTokens(geometry.num_slots, self.ngram_size, device)
-        self.draft_sizes = tuple(draft_sizes)
+        self.graph_sizes, self.draft_sizes = tuple(graph_sizes), tuple(draft_sizes)
         self.graph_pool = GraphPool()
         self.graphs = DecodeGraphs(self, graph_sizes, max_blocks, self.graph_pool) if graph_sizes else None
 

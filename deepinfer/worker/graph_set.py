@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 Outputs = TypeVar("Outputs")
 _WARM_UPS = 2
+_MOST_PADDING = 4
+"""Times the rows of a size whose capture failed: a larger graph costs more than launches."""
 
 
 class Graph(Protocol):
@@ -76,7 +78,7 @@ class GraphPool:
 
 
 class GraphSet(Generic[Outputs]):
-    """Captures of ``run`` by size. A size whose capture fails is never tried again: its steps are launched instead.
+    """Captures of ``run`` by size. A size whose capture fails is never tried again: its steps run as a larger graph.
 
     Args:
         name: what is captured, for messages. sizes: of the graphs.
@@ -99,21 +101,28 @@ class GraphSet(Generic[Outputs]):
         self.num_replays = 0
 
     def capture_all(self, show_progress: bool) -> None:
-        """Capture every size, the largest first, so that the smaller ones live in the memory of the largest."""
+        """Capture every size, the largest first, so that the smaller ones live in the memory of the largest.
+
+        One that does not fit into memory takes along all that are left: what is captured behind a failure shares no
+        memory with what was captured before.
+        """
         for size in tqdm(self.sizes[::-1], desc=f"graphs of {self.name}", disable=not show_progress):
-            self._ensure(size)
+            self._ensure(size, is_start=True)
 
     def size_for(self, count: int) -> int | None:
         """The size that a step of ``count`` replays, captured by now; None where it has to be launched.
 
-        A capture clears the inputs, so fill them behind this.
+        The smallest that holds it; where its capture failed, the next that is captured, with more padding, unless that
+        is far larger. A capture clears the inputs, so fill them behind this.
         """
-        size = next((size for size in self.sizes if size >= count), None)
-        if size is None:
+        holding = [size for size in self.sizes if size >= count]
+        if not holding:
             return None
         if not self._captured and not self._failed:
             self._ensure(self.sizes[-1])  # see capture_all
-        return size if self._ensure(size) else None
+        self._ensure(holding[0])
+        near = _MOST_PADDING * holding[0]
+        return next((size for size in holding if size <= near and size in self._captured), None)
 
     def replay(self, size: int) -> Outputs:
         """Run at a size of :meth:`size_for`. Returns the outputs, which hold until the next replay of the pool."""
@@ -122,20 +131,29 @@ class GraphSet(Generic[Outputs]):
         self.num_replays += 1
         return outputs
 
-    def _ensure(self, size: int) -> bool:
-        if size in self._captured:
-            return True
-        if size in self._failed:
-            return False
+    def _ensure(self, size: int, is_start: bool = False) -> None:
+        if size in self._captured or size in self._failed:
+            return
         self._clear()
         try:
             self._captured[size] = self._pool.capture(lambda: self._run(size))
         except Exception as error:
-            self._failed.add(size)
+            lost = [size]
+            if is_start and _is_out_of_memory(error):
+                lost = [other for other in self.sizes if other not in self._captured and other not in self._failed]
+            self._failed.update(lost)
             reason = str(error).strip().splitlines() or [""]
             logger.warning(
-                "no CUDA graph of %s for size %d, its steps are launched kernel by kernel, which is slower: %s: %s",
-                self.name, size, type(error).__name__, reason[0],
+                "no CUDA graph of %s for size %s, its steps take a larger graph or are launched kernel by kernel, "
+                "which is slower: %s: %s",
+                self.name, ", ".join(map(str, lost)), type(error).__name__, reason[0],
             )  # fmt: skip
-            return False
-        return True
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Also where the end of the capture raised behind it."""
+    while error is not None:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            return True
+        error = error.__context__
+    return False

@@ -75,6 +75,8 @@ class ModelRunner:
         self.model = model
         self.draft = draft
         self.device = device
+        self.graph_sizes: tuple[int, ...] = ()
+        """Rows of the steps that are captured: a shorter step runs as the next of them. None where nothing is."""
         self.device_tokens: DeviceTokens | None = None
         """Set where a step can run on tokens that the host has not seen."""
         stages = 0 if draft is None else len(draft.layers)

@@ -34,6 +34,9 @@ def test_the_table_is_consistent():
         if variable.option is None:
             continue
         option = options[variable.option]
+        if variable.means is not None:
+            assert set(variable.means.values()) <= set(option.choices), variable.name
+            continue
         assert variable.kind is option.kind, variable.name
         assert (variable.default == AUTO) == (option.default == AUTO) or variable.default == "unset", variable.name
         if option.default not in (None, AUTO, ()):
@@ -99,10 +102,28 @@ def test_unused_variable_warns_unless_it_asks_for_what_happens_anyway():
     assert "not yet used" in warning
     for name, text in (
         ("OVERRIDE_NUM_EXTRA_EXPERTS", "0"),
-        ("ENFORCE_EAGER", "1"),
         ("YOCO_PREFILL_TRUNCATION_MODE", "off"),
     ):
         assert read_environment({f"DEEPINFER_{name}": text}).warnings == ()
+
+
+def test_enforce_eager_switches_graphs_off():
+    found = read_environment({"DEEPINFER_ENFORCE_EAGER": "1"})
+    assert found.options == {"cuda_graphs": ("DEEPINFER_ENFORCE_EAGER", "off")}
+    assert found.warnings == ()
+    for text in ("0", ""):
+        assert read_environment({"DEEPINFER_ENFORCE_EAGER": text}).options == {}
+    both = {"DEEPINFER_CUDA_GRAPHS": "lazy", "DEEPINFER_ENFORCE_EAGER": "0"}
+    assert read_environment(both).options == {"cuda_graphs": ("DEEPINFER_CUDA_GRAPHS", "lazy")}
+
+
+def test_two_variables_of_one_option_have_to_agree():
+    agreeing = {"DEEPINFER_CUDA_GRAPHS": "off", "DEEPINFER_ENFORCE_EAGER": "1"}
+    assert read_environment(agreeing).options["cuda_graphs"][1] == "off"
+    with pytest.raises(ConfigError) as caught:
+        read_environment({**agreeing, "DEEPINFER_CUDA_GRAPHS": "startup"})
+    for part in ("DEEPINFER_CUDA_GRAPHS", "'startup'", "DEEPINFER_ENFORCE_EAGER", "'off'"):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "  "])

@@ -80,6 +80,14 @@ def test_argument_beats_variable_beats_default(model_dir):
     assert not [reason for reason in from_argument.reasons if reason.field == "scheduler.max_num_seqs"]
 
 
+def test_a_variable_of_another_type_fills_the_option_it_stands_for(model_dir):
+    env = read_environment({"DEEPINFER_ENFORCE_EAGER": "1"})
+    from_variable = resolve({"model": model_dir}, env)
+    assert from_variable.config.device.graphs == "off"
+    assert "DEEPINFER_ENFORCE_EAGER" in _reason(from_variable, "device.graphs").why
+    assert resolve({"model": model_dir, "cuda_graphs": "lazy"}, env).config.device.graphs == "lazy"
+
+
 def test_argument_auto_overrides_a_variable(model_dir):
     env = read_environment({"DEEPINFER_MAX_MODEL_LEN": "100"})
     assert resolve({"model": model_dir}, env).config.scheduler.max_model_len == 100

@@ -18,7 +18,7 @@ from deepinfer.engine import fused_setup
 from deepinfer.engine.fused_setup import draft_graph_sizes, graph_sizes, not_fused_because, step_shape
 from deepinfer.engine.speculation_setup import _measured_sizes
 from deepinfer.errors import CapacityError, ConfigError
-from deepinfer.kvcache.memory_plan import step_reserves
+from deepinfer.kvcache.memory_plan import StepShape, step_reserves
 
 
 def on_nvidia(path: Path, **arguments: Any) -> EngineConfig:
@@ -92,6 +92,12 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     assert reserves["off"]["graphs"] == reserves["off"]["logits of captured drafts"] == 0
     rows = 16 * 4 + 3 * 64
     assert reserves["startup"]["logits of captured drafts"] == rows * text.vocab_size * 4
+    uneven = {
+        item.name: item for item in step_reserves(text, StepShape(256, 100, 9, num_drafts=5, max_graph_drafts=70))
+    }
+    rows = 384 + 3 * 128  # 350 and 70 rows, filled up as batch-invariant products are
+    assert uneven["logits of captured drafts"].num_bytes == rows * text.vocab_size * 4
+    assert uneven["logits and their copy"].num_bytes == (100 + 128) * text.vocab_size * 4
     assert step_shape(on_nvidia(tiny_path, sampler="rejection", **arguments)).num_graphs == len(decoding)
     with pytest.raises(ConfigError, match="cuda_graphs"):
         on_nvidia(tiny_path, cuda_graphs="sometimes")
@@ -99,7 +105,8 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
 
 def test_no_measured_step_is_larger_than_a_step_may_be(tiny_path: Path) -> None:
     config = on_nvidia(tiny_path, max_num_seqs=40, max_num_batched_tokens=100, num_speculative_tokens=4)
-    assert _measured_sizes(config)[-1] == 100
+    assert _measured_sizes(config, ())[-1] == 100
+    assert _measured_sizes(config, graph_sizes(config.scheduler))[-1] == 100
 
 
 def test_memory_of_steps_is_not_given_to_the_caches(tiny_path: Path) -> None:

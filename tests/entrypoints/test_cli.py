@@ -283,7 +283,7 @@ def test_doctor_explains_the_configuration(model_path, capsys, monkeypatch):
     monkeypatch.setenv("DEEPINFER_MAX_NUM_SEQS", "12")
     assert main(["doctor", "--model", str(model_path), "--ops", "moe=reference"]) == 0
     out = capsys.readouterr().out
-    assert "DEEPINFER_MAX_NUM_SEQS = 12" in out
+    assert "DEEPINFER_MAX_NUM_SEQS sets max_num_seqs = 12" in out
     assert "scheduler.max_num_seqs = 12" in out
     assert "moe: reference (pinned)" in out
     assert "growth per token" in out

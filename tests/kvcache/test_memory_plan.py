@@ -7,6 +7,7 @@ import pytest
 from deepinfer.errors import CapacityError
 from deepinfer.kvcache.memory_plan import MemoryItem, StepShape, plan_memory, step_reserves
 from deepinfer.kvcache.sizing import CacheItem, CacheSizes, blocks_for, cache_sizes
+from deepinfer.kvcache.sublayer_memory import sublayer_bytes
 from tests.kvcache.test_sizing import model, released_text
 
 GB = 10**9
@@ -85,6 +86,17 @@ def test_reserves_grow_with_the_step():
     assert 1 * GB < small < 2 * GB
     assert 4 * GB < large < 12 * GB
     assert any("16,384 rows" in str(item) for item in step_reserves(text, StepShape(16384, 256)))
+
+
+def test_one_sublayer_runs_at_a_time():
+    text = released_text()
+    items = {item.name: item for item in step_reserves(text, StepShape(8192, 256))}
+    largest = max(sublayer_bytes(text, 8192).values())
+    assert items["sublayer"].num_bytes == largest
+    assert f"experts {largest:,}" in str(items["sublayer"]), "which one it is, and what the others take"
+    drafting = {item.name: item for item in step_reserves(text, StepShape(8192, 256, num_drafts=5))}
+    assert items["features for drafts"].num_bytes == 0
+    assert drafting["features for drafts"].num_bytes == 3 * 8192 * 5120 * 2
 
 
 def test_a_slice_of_the_released_model_on_one_large_gpu():

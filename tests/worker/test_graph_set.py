@@ -18,15 +18,15 @@ from tests.worker.draft_support import capture_on_cpu
 class Doubling:
     """A function over a buffer: twice its first rows."""
 
-    def __init__(self, failing: tuple[int, ...] = ()) -> None:
+    def __init__(self, failing: tuple[int, ...] = (), error: type[Exception] = RuntimeError) -> None:
         self.buffer = torch.arange(8)
-        self.failing = failing
+        self.failing, self.error = failing, error
         self.runs: list[int] = []
 
     def run(self, size: int) -> tuple[Tensor]:
         self.runs.append(size)
         if size in self.failing:
-            raise RuntimeError("out of memory\nand a long story")
+            raise self.error("no capture\nand a long story")
         return (self.buffer[:size] * 2,)
 
     def clear(self) -> None:
@@ -81,14 +81,47 @@ def test_a_failed_capture_is_told_once_and_costs_its_size_only(
         if at_start:
             graphs.capture_all(show_progress=False)
         for _ in range(3):
-            assert graphs.size_for(2) is None
+            assert replayed(doubling, graphs, 2) == [20, 22, *(-2,) * 6], "in the next larger graph, with more padding"
     (record,) = caplog.records
     assert "doubling for size 4" in record.getMessage()
-    assert "out of memory" in record.getMessage()
+    assert "no capture" in record.getMessage()
     assert "\n" not in record.getMessage()
     assert replayed(doubling, graphs, 1) == [20]
     assert replayed(doubling, graphs, 7) is not None
     assert doubling.runs.count(4) == 1
+
+
+@pytest.mark.parametrize("at_start", [False, True])
+def test_steps_that_no_captured_graph_holds_are_launched(at_start: bool) -> None:
+    doubling = Doubling(failing=(4, 8))
+    graphs = doubling.graphs()
+    if at_start:
+        graphs.capture_all(show_progress=False)
+    assert graphs.size_for(2) is None
+    assert graphs.size_for(8) is None
+    assert replayed(doubling, graphs, 1) == [20]
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_the_start_captures_no_more_where_memory_is_out(
+    is_hidden: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def end_raises_too(self: GraphPool, run: Callable[[], Any]) -> Any:
+        try:
+            return capture_on_cpu(self, run)
+        except torch.cuda.OutOfMemoryError:
+            raise RuntimeError("the capture was invalidated")  # noqa: B904 - as the end of a capture does
+
+    if is_hidden:
+        monkeypatch.setattr(GraphPool, "capture", end_raises_too)
+    doubling = Doubling(failing=(4,), error=torch.cuda.OutOfMemoryError)
+    graphs = doubling.graphs()
+    with caplog.at_level(logging.WARNING):
+        graphs.capture_all(show_progress=False)
+        assert graphs.size_for(1) == graphs.size_for(3) == graphs.size_for(8) == 8
+    assert doubling.runs == [8, 4]
+    (record,) = caplog.records
+    assert "size 1, 4" in record.getMessage()
 
 
 class _FakeCuda:

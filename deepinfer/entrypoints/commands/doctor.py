@@ -30,7 +30,15 @@ _WEIGHT_BYTES = 8
 """The CPU operators keep weights in float64, whatever their stored format is."""
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "deepseek-recipe", "tqdm", "rich")
-_OPTIONAL = ("triton", "humming-kernels", "matplotlib", "torch-npu", "pytest", "hypothesis")
+_OPTIONAL = {
+    "triton": "optional: the NVIDIA path needs it",
+    "humming-kernels": "optional: routed experts on GPUs where our Hopper kernels do not run",
+    "matplotlib": "optional",
+    "torch-npu": "optional",
+    "pytest": "optional",
+    "hypothesis": "optional",
+}
+"""Package name to what it is for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +95,7 @@ def _machine() -> list[str]:
 def _versions() -> list[str]:
     lines = [f"python: {sys.version.split()[0]} ({sys.executable})", f"deepinfer: {_version('deepinfer')}"]
     lines += [f"{name}: {_version(name)}" for name in _LIBRARIES]
-    lines += [f"{name}: {_version(name)} (optional)" for name in _OPTIONAL]
+    lines += [f"{name}: {_version(name)} ({use})" for name, use in _OPTIONAL.items()]
     return lines
 
 
@@ -103,7 +111,7 @@ def _environment() -> list[str]:
         environment = read_environment()
     except EngineError as error:
         return [f"ERROR: {error}"]
-    lines = [f"{name} = {value} (sets {option})" for option, (name, value) in environment.options.items()]
+    lines = [f"{name} sets {option} = {value}" for option, (name, value) in environment.options.items()]
     return lines + [f"warning: {warning}" for warning in environment.warnings] or ["no DEEPINFER_* variable has effect"]
 
 
