@@ -17,7 +17,9 @@ from deepinfer.ops.number_formats import q8_round
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not nvrtc.is_available(torch.device("cuda")), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not nvrtc.is_available(torch.device("cuda")), reason="needs a Hopper GPU"
+    ),
 ]
 EXPERTS, HIDDEN, WIDTH, TOP, LIMIT = 24, 1024, 512, 4, 10.0
 DEVICE = torch.device("cuda")
