@@ -99,3 +99,7 @@ def _never_fail_on_characters() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deepinfer.errors import ConfigError
 from deepinfer.speculative.confidence_log import ConfidenceData, read_logs
 from deepinfer.speculative.temperatures import MAX_LOGIT, check_temperatures
 
@@ -98,9 +99,15 @@ def calibrate(log_paths: Sequence[Path], output_path: Path, num_slots: int | Non
     """The command `deepinfer calibrate`: logs in, a JSON file of temperatures out (written as a whole or not at all).
 
     Raises:
-        ConfigError: see :func:`~deepinfer.speculative.confidence_log.read_logs`.
+        ConfigError: see :func:`~deepinfer.speculative.confidence_log.read_logs`; or no draft has enough observations.
     """
     found = fit_temperatures(read_logs(log_paths, num_slots))
+    if all(rows < MIN_ROWS for rows in found.num_rows):
+        raise ConfigError(
+            f"the logs hold {max(found.num_rows)} observations of a draft",
+            why=f"a temperature is fitted to at least {MIN_ROWS}",
+            fix="let an engine run for longer with --confidence-log",
+        )
     content = {
         "temperatures": list(found.temperatures),
         "errors_before": [_finite(error) for error in found.errors_before],

@@ -74,6 +74,10 @@ def test_unusable_logs_and_outputs_are_refused(tmp_path: Path, own_model: Path, 
     assert log.read_text() == before
     assert main(["calibrate", str(log), "--num-drafts", "-2"]) == 2
     assert "--num-drafts is -2" in capsys.readouterr().err
+    assert main(["calibrate", str(log), "--output", str(tmp_path / "x.json")]) == 2
+    assert "1 observations of a draft" in capsys.readouterr().err
+    assert not (tmp_path / "x.json").exists()
+    log.write_text(before * 60)
     assert main(["calibrate", str(log), "--output", str(tmp_path / "missing" / "x.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="confidence log"):

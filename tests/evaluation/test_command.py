@@ -77,3 +77,8 @@ def test_mistakes_are_explained(model, capsys, arguments, said):
 def test_sample_counts_are_checked(model, text):
     with pytest.raises(SystemExit):
         run(model, "--samples", text)
+
+
+def test_samples_of_a_length_that_no_task_has_are_refused(capsys):
+    assert main(["eval", "--suite", "addition", "--samples", "2,700=3"]) == 2
+    assert "the lengths of the tasks are 512, 2048, 4096" in capsys.readouterr().err

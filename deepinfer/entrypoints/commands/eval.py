@@ -26,7 +26,7 @@ from deepinfer.evaluation.evaluate import Evaluation, Plan, evaluate
 from deepinfer.evaluation.model_digest import model_digest
 from deepinfer.evaluation.perplexity import QUICK_WINDOWS
 from deepinfer.evaluation.report import as_json, plain, render
-from deepinfer.evaluation.suite import DEFAULT_SAMPLES, QUICK_SAMPLES, SUITES, tasks_of
+from deepinfer.evaluation.suite import DEFAULT_SAMPLES, QUICK_SAMPLES, SUITES, cells_of, tasks_of
 
 _ROOT = Path(__file__).parents[3]
 _MAX_SEQS = 32
@@ -97,9 +97,17 @@ def _plan(namespace: argparse.Namespace) -> Plan:
     if namespace.warm_tokens < 0:
         raise ConfigError(f"--warm-tokens is {namespace.warm_tokens}", why="it counts tokens", fix="give >= 0")
     quick = {0: QUICK_SAMPLES} if namespace.quick else {0: DEFAULT_SAMPLES}
+    tasks = tasks_of([name.strip() for name in namespace.suite.split(",")])
+    samples = namespace.samples or quick
+    lengths = {cell.length for cell in cells_of(SUITES["all"])}
+    for length in samples.keys() - lengths - {0}:
+        known = ", ".join(map(str, sorted(lengths)))
+        raise ConfigError(
+            f"--samples names the length {length}", why=f"the lengths of the tasks are {known}", fix="name one of these"
+        )
     return Plan(
-        tasks=tasks_of([name.strip() for name in namespace.suite.split(",")]),
-        samples=namespace.samples or quick,
+        tasks=tasks,
+        samples=samples,
         seed=namespace.eval_seed,
         max_windows=QUICK_WINDOWS if namespace.quick else None,
         batch=_MAX_SEQS,
