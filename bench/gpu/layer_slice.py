@@ -185,7 +185,6 @@ def measure_decode(subject: Slice, batch: int, context: int, rows_each: int, wan
     layer_us, floor_us = 1e3 * forward_ms / NUM_LAYERS, decode_floor_us(rows, context)
     record: dict[str, Any] = {
         "batch": batch, "context": context, "rows_each": rows_each,
-        "rows_beside": subject.model.layers[0].feed_forward.max_rows_beside,
         "forward_ms": forward_ms, "step_ms": step_ms,
         "layer_us": layer_us, "floor_us": floor_us, "over_floor": layer_us / floor_us,
     }  # fmt: skip
@@ -241,12 +240,6 @@ def set_precision(subject: Slice, precision: str) -> None:
         layer.feed_forward.experts.precision = precision  # type: ignore[attr-defined]
 
 
-def set_rows_beside(subject: Slice, rows: int) -> None:
-    """Up to how many rows the shared expert has a stream of its own."""
-    for layer in subject.model.layers:
-        layer.feed_forward.max_rows_beside = rows
-
-
 def attempt(name: str, run: Callable[[], dict[str, Any]], results: list[dict[str, Any]]) -> None:
     """Run one measurement; a failure is reported and does not end the others."""
     try:
@@ -278,9 +271,6 @@ def main() -> None:
     parser.add_argument("--prefill", type=numbers, default=[8192])
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--precisions", nargs="+", choices=("faithful", "fast"), default=["faithful", "fast"])
-    parser.add_argument(
-        "--two-streams", type=numbers, default=[1, 64, 256], help="batches also with the shared expert on a side stream"
-    )
     parser.add_argument("--drafts", type=int, default=0, help="also steps with so many draft rows per sequence")
     parser.add_argument("--engram", type=int, help="n-gram memory at one layer, rows per hash table")
     parser.add_argument("--num-blocks", type=int, default=40_000)
@@ -299,15 +289,6 @@ def main() -> None:
         for batch in [number for number in (1, 64) if number in args.batches]:
             name = f"decode B={batch} context={context}"
             attempt(name, lambda b=batch, c=context: measure_decode(subject, b, c, 1, False), results)
-    for batch in [number for number in args.two_streams if number in args.batches]:
-        rows, context = subject.model.layers[0].feed_forward.max_rows_beside, args.contexts[0]
-        set_rows_beside(subject, 256)
-        attempt(
-            f"two streams B={batch}",
-            lambda b=batch, c=context: measure_decode(subject, b, c, 1, False),
-            results,
-        )
-        set_rows_beside(subject, rows)
     if args.drafts:
         for batch in [number for number in (1, 64) if number in args.batches]:
             name = f"verify B={batch} drafts={args.drafts}"

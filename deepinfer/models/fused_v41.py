@@ -88,7 +88,6 @@ class FusedLayer:
         residual.update = self.attention.forward(inputs, step, caches)
         inputs = self.ffn_hc.enter(residual)
         residual.update = self.feed_forward.forward(inputs, step)
-        residual.is_joined = self.feed_forward.runs_beside(inputs.x)
         return True
 
 

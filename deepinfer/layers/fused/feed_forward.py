@@ -12,15 +12,9 @@ from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Update
 from deepinfer.kernels.moe.expert_sum import sum_experts
 from deepinfer.kernels.moe.experts import ExpertInput, RoutedExperts
 from deepinfer.kernels.moe.router import Router
-from deepinfer.kernels.moe.swiglu import swiglu_rounded
 from deepinfer.layers.fused.residual import SublayerInput
-from deepinfer.layers.fused.side_stream import side_stream
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
-
-MAX_ROWS_BESIDE = 0
-"""Steps of up to so many rows run the shared expert beside the routed ones, on a stream of its own. Not yet run on
-hardware, so it is off; ``bench/gpu/layer_slice.py --two-streams`` measures it."""
 
 
 class FeedForward:
@@ -43,8 +37,6 @@ class FeedForward:
         self.experts = make_experts(weights)
         self.gate_up = Fp8Linear(*weights.fp8("shared_experts.w1.weight", "shared_experts.w3.weight"))
         self.down = Fp8Linear(*weights.fp8("shared_experts.w2.weight"))
-        self.max_rows_beside = MAX_ROWS_BESIDE
-        self._beside: tuple[Tensor, ...] = ()
 
     def forward(self, inputs: SublayerInput, step: FusedStep, is_image: Tensor | None = None) -> Update:
         """Outputs of the chosen experts and of the shared one, each rounded to bf16, not yet added up.
@@ -54,7 +46,6 @@ class FeedForward:
         """
         rows, experts = inputs.x.shape[0], self.experts
         given = ExpertInput(inputs.x, inputs.codes, inputs.scales, inputs.rounded)
-        shared = self._shared_beside(inputs) if self.runs_beside(inputs.x) else None
         routing = self.router.forward(
             inputs.x,
             positions=step.rows.positions,
@@ -62,31 +53,10 @@ class FeedForward:
             block=experts.block_of(rows),
             invariant=self.invariant,
         )
-        if shared is not None:
-            routed = experts.forward(given, routing)
-            side_stream(inputs.x.device).join()
-        else:
-            gate_up = self.gate_up.forward(inputs.rounded, dtype=torch.float32, overlap=True, invariant=self.invariant)
-            routed = experts.forward(given, routing, gate_up)
-            assert routed.shared_inner is not None
-            shared = self.down.forward(routed.shared_inner, overlap=True, invariant=self.invariant)
+        gate_up = self.gate_up.forward(inputs.rounded, dtype=torch.float32, overlap=True, invariant=self.invariant)
+        routed = experts.forward(given, routing, gate_up)
+        assert routed.shared_inner is not None
+        shared = self.down.forward(routed.shared_inner, overlap=True, invariant=self.invariant)
         if routed.place is not None:
             return sum_experts(routed.values, experts.num_selected, place=routed.place, shared=shared)
         return ExpertOutputs(routed.values.view(rows, -1, routed.values.shape[1]), shared, routing.experts)
-
-    def runs_beside(self, x: Tensor) -> bool:
-        """Whether the shared expert has a stream of its own: where the routed ones leave the GPU idle in between."""
-        return x.is_cuda and x.shape[0] <= self.max_rows_beside
-
-    def _shared_beside(self, inputs: SublayerInput) -> Tensor:
-        """The shared expert's output, complete once the side stream is joined."""
-        rows, hidden = inputs.x.shape
-        width = self.down.num_inputs
-        gate_up = torch.empty(rows, 2 * width, device=inputs.x.device)
-        inner, shared = inputs.x.new_empty(rows, width), inputs.x.new_empty(rows, hidden)
-        with side_stream(inputs.x.device).fork():
-            self.gate_up.forward(inputs.rounded, out=gate_up, invariant=self.invariant)
-            swiglu_rounded(gate_up, self.experts.limit, out=inner)
-            self.down.forward(inner, out=shared, invariant=self.invariant)
-        self._beside = gate_up, inner  # must outlive the side stream's work
-        return shared

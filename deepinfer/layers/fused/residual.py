@@ -30,8 +30,6 @@ class Residual:
     """Output of the last sublayer, not yet written; None at the start and behind an n-gram layer."""
     mixes: Mixes | None = None
     """Of the sublayer that ``update`` comes from."""
-    is_joined: bool = False
-    """``update`` comes from two streams: the launch that reads it must not overlap the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +85,7 @@ class HyperConnection:
             residual.update,
             residual.mixes if residual.update is not None else None,
             wants_feature=features is not None,
-            overlap=not residual.is_joined,
         )
-        residual.is_joined = False
         assert read.partial is not None
         assert read.h is not None
         finished = hc_finish(
