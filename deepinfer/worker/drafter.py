@@ -117,6 +117,8 @@ class Drafter:
     ) -> UnreadDrafts:
         """As :meth:`propose`, behind tokens that the host has not seen. Launches only.
 
+        Only where :meth:`can_follow` says so, which this class never does.
+
         Args:
             owners: as for :meth:`propose`. slots: state slots.
             firsts: position of each sequence's first sampled row.

@@ -188,16 +188,6 @@ class Fp8Linear:
         kernel.launch((-(-num_blocks // 4), 1, 1), 128, (packed, words, wide, num_blocks))
         return wide[: self.num_outputs]
 
-    def prepare(self, *, quantize_output: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Compile and load what :meth:`forward` may launch, ahead of graph capture."""
-        if self._packed is None:
-            return
-        for product in (self._invariant, *(product for _, product in self._steps)):
-            product.prepare(dtype == torch.float32, quantize_output)
-        for partial in self._partial.values():
-            partial.prepare(True, False)
-        nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", {"K": self.num_inputs}, self._packed[0].device)
-
 
 class GroupedFp8Linear(Fp8Linear):
     """One FP8 product per output group (spec 4.8, ``wo_a``): ``[rows, groups, K]`` to ``[rows, groups * n]``.

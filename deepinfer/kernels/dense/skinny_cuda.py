@@ -148,11 +148,6 @@ class SkinnyProduct:
         defines, shared = self.defines(pipeline, float32, quantize), self.shared_bytes(pipeline)
         return nvrtc.load_kernel("dense_skinny.cu", "dense_skinny", defines, self.packed.device, shared_bytes=shared)
 
-    def prepare(self, float32: bool, quantize: bool) -> None:
-        """Compile and load what a call may launch."""
-        for pipeline in self.pipelines:
-            self.kernel(pipeline, float32, quantize)
-
     def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool) -> None:
         rows, g = x.shape[0], self.geometry
         pipeline = next((p for p in self.pipelines if rows <= 8 * p.row_tiles), self.pipelines[-1])

@@ -125,11 +125,6 @@ class WgmmaProduct:
         defines, shared = self.defines(tile, float32, quantize), self.shared_bytes(tile)
         return nvrtc.load_kernel("dense_wgmma.cu", "dense_wgmma", defines, self.packed.device, shared_bytes=shared)
 
-    def prepare(self, float32: bool, quantize: bool) -> None:
-        """Compile and load what a call may launch."""
-        for tile in self.tiles:
-            self.kernel(tile, float32, quantize)
-
     def tile(self, rows: int) -> Tile:
         """The first that takes all rows in one pass; past the last, the one whose passes cost least."""
         passes = ((-(-rows // t.rows) * (t.rows + _PASS_ROWS), -t.rows, t) for t in self.tiles)

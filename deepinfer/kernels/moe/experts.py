@@ -19,7 +19,8 @@ from deepinfer.kernels.moe.router import Routing
 from deepinfer.kernels.moe.swiglu import swiglu_rounded
 
 Precision = Literal["faithful", "fast"]
-"""``faithful``: activations rounded by Q8 as the model says. ``fast``: a scale per row where prefill gains from it."""
+"""``faithful``: activations rounded by Q8 as the model says. ``fast``: the library takes a scale per row in prefill,
+the other ways round as ``faithful`` does."""
 
 
 Way = Literal["hopper", "library", "triton"]

@@ -26,9 +26,9 @@ PLANS: tuple[tuple[int, Plan, Plan], ...] = (
 )
 """(most rows, plan of gate-up, plan of down) for steps with few pairs per expert; above, the kernels for many.
 
-Fastest on an H200 (``bench/gpu/check_experts.py``), both products in microseconds, reading at 4.4 TB/s from 32 rows on:
-37 for 1 row, 206 for 8, 658 for 32, 1,037 for 64, 1,445 for 128, 1,618 for 256, 1,800 for 384, where the kernels for
-many need 2,200."""
+Fastest on an H200 (``bench/gpu/check_experts.py``), both products in microseconds, reading at 4.4 TB/s from 32 to 256
+rows: 37 for 1 row, 206 for 8, 658 for 32, 1,037 for 64, 1,445 for 128, 1,618 for 256, 2,017 for 384. The kernels for
+many need 2,254 for 512, with order, gather and sum."""
 
 
 def is_usable(gate_up: PackedExperts, down: PackedExperts) -> bool:
@@ -109,10 +109,3 @@ class HopperExperts(RoutedExperts):
         values = new_output(rows * self.num_selected, self.down)
         self.down(inner, blocks, values, plans[1], early=True)
         return ExpertOutput(values, None, None if shared is None else shared.out)
-
-    def prepare(self) -> None:
-        """Compile and load what a step may launch, ahead of graph capture."""
-        for plans in {(gate_up, down) for _, gate_up, down in PLANS}:
-            for product, plan in zip((self.gate_up, self.down), plans, strict=True):
-                product.prepare(plan)
-        self.many.prepare(self.num_selected)

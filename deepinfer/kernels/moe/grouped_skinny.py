@@ -87,10 +87,6 @@ class GroupedSkinny:
         device, shared_bytes = self.packed.device, plan.shared_bytes
         return nvrtc.load_kernel("moe_skinny.cu", "moe_skinny", defines, device, shared_bytes=shared_bytes)
 
-    def prepare(self, plan: Plan) -> None:
-        """Compile and load what a call launches, ahead of graph capture."""
-        self._kernel(self.fit(plan))
-
     def __call__(
         self,
         x: Tensor,

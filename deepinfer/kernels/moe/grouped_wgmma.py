@@ -178,15 +178,6 @@ class GroupedExperts:
         tile = self.few if num_pairs <= self.few_pairs * self.num_experts else self.many
         return tile if product.accepts(tile) else self.many
 
-    def prepare(self, num_selected: int) -> None:
-        """Compile and load what a call may launch, but for the order."""
-        device = self.gate_up.packed.device
-        for product in (self.gate_up, self.down):
-            for tile in {t for t in (self.few, self.many) if product.accepts(t)}:
-                product.kernel(tile, self.block)
-        defines = {"GATHER": 1, "K_TILES": self.hidden // 64, "TOP": num_selected}
-        nvrtc.load_kernel(_SOURCE, "moe_gather", defines, device)
-
     def forward(
         self, x: Tensor, experts: Tensor, weights: Tensor, blocks: ExpertBlocks | None = None
     ) -> tuple[Tensor, Tensor]:
