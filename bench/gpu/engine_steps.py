@@ -63,8 +63,9 @@ _CALLS = {
 """What the host asks of the driver, by the names of the calls."""
 
 
-def gpu_work(run: Any, repeats: int) -> tuple[float, dict[str, float]]:
-    """Milliseconds in which at least one kernel ran, and calls of the host to the driver, per call of ``run``."""
+def gpu_work(run: Any, repeats: int) -> tuple[float, dict[str, float], dict[str, tuple[float, float]]]:
+    """Per call of ``run``: milliseconds in which at least one kernel ran, calls of the host to the driver, and by kernel
+    (launches, microseconds). Kernels overlap, so the last add up to more than the first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
@@ -86,7 +87,12 @@ def gpu_work(run: Any, repeats: int) -> tuple[float, dict[str, float]]:
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return busy / repeats / 1e3, calls
+    kernels: dict[str, tuple[float, float]] = {}
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            count, total = kernels.get(event.name, (0.0, 0.0))
+            kernels[event.name] = count + 1 / repeats, total + event.device_time_total / repeats
+    return busy / repeats / 1e3, calls, kernels
 
 
 def _num_tokens(engine: Engine, names: list[str]) -> int:
@@ -121,7 +127,7 @@ def measure(
         last = now
     phases = {name: 1e3 * seconds / steps for name, seconds in engine.timer.seconds.items()}
     num_tokens = _num_tokens(engine, names) - num_before
-    gpu_ms, calls = gpu_work(engine.run_step, 10)
+    gpu_ms, calls, kernels = gpu_work(engine.run_step, 10)
     for name in names:
         engine.abort(name)
     engine.take_changes()
@@ -134,6 +140,10 @@ def measure(
         "launches": calls, "tokens_per_step": num_tokens / steps / batch,
         "tokens_per_s": num_tokens / steps * 1e3 / wall_ms, "phases_ms": phases, "prefill_s": prefill_s,
         "vllm_wall_ms": VLLM_WALL_MS.get(batch) if not num_drafts else None,
+        "kernels": [
+            {"name": name, "launches": count, "us": us}
+            for name, (count, us) in sorted(kernels.items(), key=lambda item: -item[1][1])[:40]
+        ],
     }  # fmt: skip
 
 
@@ -145,6 +155,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--numerics", default="faithful")
+    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of a step, by time")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches = [int(part) for part in args.batches.split(",")]
@@ -163,7 +174,10 @@ def main() -> None:
         shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in record.items()}
         for name in ("phases_ms", "launches"):
             shown[name] = {key: round(value, 3) for key, value in record[name].items()}
+        del shown["kernels"]
         print(shown, flush=True)
+        for kernel in record["kernels"][: args.kernels]:
+            print(f"    {kernel['us']:9.1f} us  {kernel['launches']:6.1f} x  {kernel['name'][:90]}", flush=True)
     engine.close()
     record = {
         "command": " ".join(["python", *sys.argv]),

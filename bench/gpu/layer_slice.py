@@ -292,7 +292,8 @@ def main() -> None:
     if args.drafts:
         for batch in [number for number in (1, 64) if number in args.batches]:
             name = f"verify B={batch} drafts={args.drafts}"
-            attempt(name, lambda b=batch: measure_decode(subject, b, 1024, 1 + args.drafts, False), results)
+            wants = batch in args.profiles
+            attempt(name, lambda b=batch, w=wants: measure_decode(subject, b, 1024, 1 + args.drafts, w), results)
     for precision in args.precisions:
         set_precision(subject, precision)
         for tokens in args.prefill:
