@@ -8,8 +8,10 @@ from torch.nn import functional
 
 from deepinfer.config.layer_plan import IndexMode, LayerPlan
 from deepinfer.kernels.attention.query_key import key_records, norm_rounded
-from deepinfer.kernels.dense.linear import Bf16Linear, Fp8Linear
+from deepinfer.kernels.dense.linear import Fp8Linear
 from deepinfer.kernels.dense.linear_triton import q8_round_
+from deepinfer.kernels.hyper_connection.finish import collapse_head
+from deepinfer.kernels.markov import markov_logits
 from deepinfer.layers.caches import ModelCaches
 from deepinfer.layers.fused.device_rows import DeviceRows
 from deepinfer.layers.fused.draft_rows import draft_rows
@@ -42,7 +44,7 @@ class FusedDSpark:
         last = stages[-1]
         self.norm = last.bf16("norm.weight")
         self.markov_embedding = last.bf16("markov_head.embed.weight")
-        self.markov_head = Bf16Linear(last.bf16("markov_head.head.weight"))
+        self.markov_head = last.bf16("markov_head.head.weight")
         self.confidence_head = last.fp32("confidence_head.proj.weight").flatten()
 
     def remember(self, features: list[Tensor], rows: DeviceRows, caches: ModelCaches) -> None:
@@ -103,8 +105,8 @@ class FusedDSpark:
         for layer in self.layers:
             layer.forward(residual, step, caches.draft)
         flush(residual)
-        hidden = (residual.read_mix.unsqueeze(1) @ residual.trunk.float()).squeeze(1).to(torch.bfloat16)
-        normed, _ = norm_rounded(hidden, self.norm, self.config.rms_norm_eps)
+        hidden = residual.trunk.new_empty(len(ids.flatten()), residual.trunk.shape[-1])
+        normed = collapse_head(residual.trunk, residual.read_mix, self.norm, self.config.rms_norm_eps, h=hidden)
         base = self.backbone.vocabulary_product(self.backbone.head, normed).unflatten(0, (requests, block))
         return self._choose_tokens(newest, hidden.unflatten(0, (requests, block)), base, choose, keep_logits)
 
@@ -112,22 +114,17 @@ class FusedDSpark:
         self, newest: Tensor, hidden: Tensor, base: Tensor, choose: ChooseToken, keep_logits: bool
     ) -> Proposal:
         """The heads, slot after slot (spec 7.4): each slot's logits and confidence know the token before it."""
-        width = hidden.shape[-1]
-        by_hidden = hidden.float() @ self.confidence_head[:width]  # [requests, block]
-        previous, tokens, confidences, logits = newest, [], [], []
+        previous, logits = [newest], []
         for slot in range(base.shape[1]):
-            markov = functional.embedding(previous, self.markov_embedding)
-            slot_logits = base[:, slot] + self.backbone.vocabulary_product(self.markov_head, markov)
-            confidences.append(by_hidden[:, slot] + markov.float() @ self.confidence_head[width:])
-            previous = choose(slot_logits, slot)
-            tokens.append(previous)
+            slot_logits = markov_logits(base[:, slot], previous[-1], self.markov_embedding, self.markov_head)
+            previous.append(choose(slot_logits, slot))
             if keep_logits:
                 logits.append(slot_logits)
-        return Proposal(
-            torch.stack(tokens, dim=1),
-            torch.stack(confidences, dim=1),
-            torch.stack(logits, dim=1) if keep_logits else None,
-        )
+        tokens = torch.stack(previous, dim=1)
+        markov = functional.embedding(tokens[:, :-1], self.markov_embedding)
+        features = torch.cat((hidden, markov), dim=-1)
+        confidence = (features * self.confidence_head).sum(dim=-1)
+        return Proposal(tokens[:, 1:], confidence, torch.stack(logits, dim=1) if keep_logits else None)
 
 
 def _rows_of(window: RingView, angles: Angles) -> DeviceRows:

@@ -120,6 +120,8 @@ def race_kernel(
             if tl.max(allowed.to(tl.int32), axis=0) > 0:
                 race = race_of_block(bits, scores, ids, allowed, table_ptr)
                 best = tl.maximum(best, race)
+                if kind == 1:  # no list is kept: whoever wins beats the best so far as well
+                    to_beat = tl.maximum(to_beat, value_of((tl.max(best, axis=0) >> 32).to(tl.int32)))
                 if TRUNCATES:
                     if kind == 2:
                         listed = race >= (ordinal_of(to_beat).to(tl.int64) << 32)
