@@ -33,6 +33,7 @@ def sparse_attention(
     out: Tensor | None = None,
     split_weights: bool = False,
     invariant: bool = False,
+    next_weight: Tensor | None = None,
     implementation: Literal["cuda", "triton"] | None = None,
     splits: int | None = None,
 ) -> Tensor:
@@ -53,6 +54,7 @@ def sparse_attention(
             an error of 0.7 times the rounding of the output to bf16 (root mean square), two parts add none that shows.
         invariant: the keys are split the same way whatever the number of rows, so that a row's result does not depend
             on the batch. Otherwise it depends on the number of rows through the split alone.
+        next_weight: packed weight of the product that follows; memory is idle here, so it is fetched into L2.
         implementation, splits: chosen here unless given (for tests and benchmarks).
     Returns:
         ``[rows, heads * dim]`` bf16, rotated back. A row without keys is zero.
@@ -69,11 +71,14 @@ def sparse_attention(
     if splits is None:
         num_blocks = -(-window_index.shape[1] // 64) - (-entry_slots.shape[1] // 64)
         splits = _num_splits(rows, heads, num_blocks, invariant)
-    launch = sparse_attention_cuda.launch if implementation == "cuda" else sparse_attention_triton.launch
-    launch(
+    arguments = (
         q, step_records, ring, window_index.contiguous(), entries, entry_slots.contiguous(), entry_format == "fp4",
         sink, cos, sin, quantize_output, out, splits, split_weights,
     )  # fmt: skip
+    if implementation == "cuda":
+        sparse_attention_cuda.launch(*arguments, next_weight=next_weight)
+    else:
+        sparse_attention_triton.launch(*arguments)
     return out
 
 

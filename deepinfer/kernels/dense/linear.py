@@ -50,6 +50,9 @@ class Fp8Linear:
         plan: kernels by number of rows, default by shape.
     """
 
+    next: Fp8Linear | None = None
+    """The product that follows in a forward: where memory is idle, its weight is fetched into L2 ahead."""
+
     def __init__(
         self,
         codes: Tensor,
@@ -95,6 +98,15 @@ class Fp8Linear:
             self._invariant = SkinnyProduct(packed, words, shape, self.groups)
 
     @property
+    def packed(self) -> Tensor | None:
+        """Blocks of the packed weight, where there are any."""
+        return self._packed[0] if self._packed is not None else None
+
+    @property
+    def _next_weight(self) -> Tensor | None:
+        return self.next.packed if self.next is not None else None
+
+    @property
     def num_bytes(self) -> int:
         """Device memory that the weight holds."""
         tensors = self._stored or self._packed or ()
@@ -133,9 +145,9 @@ class Fp8Linear:
             linear_triton.product(x, *self._stored, out, self.groups, quantize_output)
             return out
         if invariant:
-            self._invariant(x, out, quantize_output, overlap)
+            self._invariant(x, out, quantize_output, overlap, self._next_weight)
         elif (product := self._product(rows)) is not None:
-            product(x, out, quantize_output, overlap)
+            product(x, out, quantize_output, overlap, self._next_weight)
         else:
             self._many_rows(x, out, quantize_output)
         return out
@@ -159,7 +171,7 @@ class Fp8Linear:
         x = xq.flatten(1) if xq.dim() > 2 else xq
         assert x.shape[1] == self.groups * self.num_inputs, (x.shape, self.groups, self.num_inputs)
         sums = torch.empty(product.slices, rows, self.num_outputs, dtype=torch.float32, device=x.device)
-        product(x, sums, False, overlap)
+        product(x, sums, False, overlap, self._next_weight)
         return sums
 
     def _product(self, rows: int) -> SkinnyProduct | WgmmaProduct | None:

@@ -37,6 +37,7 @@ class Attention:
         self.query = Fp8Linear(*weights.fp8(*names))
         self.output_a = GroupedFp8Linear(*weights.fp8("wo_a.weight"), groups=self.groups)
         self.output_b = Fp8Linear(*weights.fp8("wo_b.weight"))
+        self.query_and_key.next, self.output_a.next = self.query, self.output_b
         self.sink = weights.fp32("attn_sink")
         self.compressor = Compressor(config, plan, weights) if plan.owns_kv else None
         self.indexer = Indexer(config, plan, weights) if plan.owns_indexer else None
@@ -77,6 +78,7 @@ class Attention:
             quantize_output=True,
             split_weights=self.split_weights,
             invariant=self.invariant,
+            next_weight=self.output_a.packed,
         )
         if records is not None:
             store_ring(records, rows.ring_slot, own.window.data)
