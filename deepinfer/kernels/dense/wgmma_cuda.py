@@ -111,18 +111,18 @@ class WgmmaProduct:
         ring = tile.stages * (tile.rows * 128 + tile.weight_rows * 64) + tile.weight_rows // 32 * max_chunks * 4
         return 1024 + max(ring, tile.rows * (tile.weight_rows + 4) * 4)
 
-    def defines(self, tile: Tile, float32: bool, quantize: bool) -> dict[str, int]:
+    def defines(self, tile: Tile, float32: bool, quantize: bool, beside: bool = False) -> dict[str, int]:
         """Compile-time constants of ``dense_wgmma.cu``."""
         padded = 32 * self.packed.shape[0]
         return {
             "N": padded, "OUT_N": self.rows_out, "K": self.columns, "GROUP_N": padded // self.groups,
             "WGS": tile.warpgroups, "MF": tile.fragments, "NB": tile.rows, "SLICES": self.slices,
             "PARTIAL": int(self.partial), "STAGES": tile.stages, "MIN_CTAS": tile.min_ctas,
-            "OUT_F32": int(float32), "QUANTIZE": int(quantize),
+            "OUT_F32": int(float32), "QUANTIZE": int(quantize), "BESIDE": int(beside),
         }  # fmt: skip
 
-    def kernel(self, tile: Tile, float32: bool, quantize: bool) -> nvrtc.Kernel:
-        defines, shared = self.defines(tile, float32, quantize), self.shared_bytes(tile)
+    def kernel(self, tile: Tile, float32: bool, quantize: bool, beside: bool = False) -> nvrtc.Kernel:
+        defines, shared = self.defines(tile, float32, quantize, beside), self.shared_bytes(tile)
         return nvrtc.load_kernel("dense_wgmma.cu", "dense_wgmma", defines, self.packed.device, shared_bytes=shared)
 
     def tile(self, rows: int) -> Tile:
@@ -131,13 +131,13 @@ class WgmmaProduct:
         once = next((t for t in self.tiles if rows <= t.rows), None)
         return once or min(passes, key=lambda entry: entry[:2])[2]
 
-    def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool) -> None:
+    def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool, beside: bool = False) -> None:
         rows = x.shape[0]
         tile = self.tile(rows)
         assert not self.partial or (out.shape == (self.slices, rows, self.rows_out) and out.is_contiguous())
         tiles = -(-32 * self.packed.shape[0] // tile.weight_rows) * -(-rows // tile.rows)
         x_map = nvrtc.tensor_map(x, tile.rows, 64)
-        self.kernel(tile, out.dtype == torch.float32, quantize).launch(
+        self.kernel(tile, out.dtype == torch.float32, quantize, beside).launch(
             (tiles * self.slices, 1, 1), tile.threads, (self.packed, self.scales, x_map, out, rows),
             shared_bytes=self.shared_bytes(tile), cluster=self.cluster, overlap=overlap,
         )  # fmt: skip

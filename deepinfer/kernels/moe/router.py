@@ -1,9 +1,9 @@
 """The router: scores of all experts, the best of them, their weights, and the pairs in the order of their experts.
 
-On Hopper one CUDA launch (:mod:`.router_cuda`) up to ``router_cuda.MAX_ROWS`` rows, above it logits, selection and order
-one after the other, each beginning while the one before ends. Elsewhere Triton: up to ``FUSED_ROWS`` rows all of it is
-one launch, with more the selection is a second. Every logit is summed in the same order at every batch size (with CUDA
-up to ``MAX_ROWS`` rows, or ``invariant``; above, cuBLAS makes the logits).
+On Hopper one CUDA launch (:mod:`.router_cuda`) up to ``router_cuda.MAX_ROWS`` rows, above it logits, selection and
+order apart, each beginning while the one before ends. Elsewhere Triton: up to ``FUSED_ROWS`` rows all of it is one
+launch, with more the selection is a second. Every logit is summed in the same order at every batch size (with CUDA up to
+``MAX_ROWS`` rows, or ``invariant``; above, cuBLAS makes the logits).
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class Router:
             *((None, 0) if blocks is None else (blocks.buffers, blocks.block)),
         )  # fmt: skip
         if is_one_launch:
-            router_cuda.route(x, self.gate, *rest, self._counters)
+            router_cuda.route(x, self.gate, *rest, arrivals=self._counters)
         elif invariant or x.shape[0] <= MAX_ROWS_APART:
             router_cuda.select(router_cuda.logits(x, self.gate), *rest)
         else:

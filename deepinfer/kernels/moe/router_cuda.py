@@ -109,8 +109,8 @@ def route(
     weights: Tensor,
     order: tuple[Tensor, ...] | None,
     block: int,
-    arrivals: Tensor,
     *,
+    arrivals: Tensor,
     tile: LogitsTile | None = None,
     overlap: bool = True,
 ) -> None:

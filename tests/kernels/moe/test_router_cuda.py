@@ -163,7 +163,7 @@ def test_one_launch_gives_the_bits_of_launches_apart(rows, experts, hidden, top,
         found, weights = new_choice(rows, top, device)
         blocks = new_blocks(rows * top, experts, block, device) if block else None
         order = (None, 0) if blocks is None else (blocks.buffers, block)
-        router_cuda.route(x, gate, *rest, found, weights, *order, arrivals, tile=tile)
+        router_cuda.route(x, gate, *rest, found, weights, *order, arrivals=arrivals, tile=tile)
         assert torch.equal(found, expected)
         assert torch.equal(weights, expected_weights)
         assert not arrivals.any()
