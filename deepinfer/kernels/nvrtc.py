@@ -18,8 +18,8 @@ by then too, provided that the kernel before waited for them: it was launched wi
   before the kernel before it has ended.
 
 Hence an exception to the second point, for a kernel that is launched ``beside`` the one before it: before it waits it
-may also read what is older than that kernel, past the L1 cache (``cp.async.cg``, the copy engine). Two kernels that read
-the same input then run at the same time; the second waits before it writes.
+may also read what is older than that kernel, past the L1 cache (``cp.async.cg``, the copy engine). Two kernels that
+read the same input then run at the same time; the second waits before it writes.
 
 Kernels launched without ``overlap`` (torch's, Triton's) begin when everything before them has ended, as ever.
 """

@@ -33,8 +33,8 @@ class Geometry:
         return 32 * self.row_warps * self.k_warps
 
     def of_passes(self, block_rows: int) -> Geometry:
-        """The same order of summation with two warps of weight rows instead of one, if there are ``block_rows`` for them:
-        for tens of activation rows, which weigh as much as the weights."""
+        """The same order of summation with two warps of weight rows instead of one, if ``block_rows`` are enough: for
+        tens of activation rows, which weigh as much as the weights."""
         return Geometry(min(2, block_rows) if self.row_warps == 1 else self.row_warps, self.k_warps, self.cluster)
 
 

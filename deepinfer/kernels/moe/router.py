@@ -2,8 +2,8 @@
 
 On Hopper one CUDA launch (:mod:`.router_cuda`) up to ``router_cuda.MAX_ROWS`` rows, above it logits, selection and
 order apart, each beginning while the one before ends. Elsewhere Triton: up to ``FUSED_ROWS`` rows all of it is one
-launch, with more the selection is a second. Every logit is summed in the same order at every batch size (with CUDA up to
-``MAX_ROWS`` rows, or ``invariant``; above, cuBLAS makes the logits).
+launch, with more the selection is a second. Every logit is summed in the same order at every batch size (with CUDA up
+to ``MAX_ROWS`` rows, or ``invariant``; above, cuBLAS makes the logits).
 """
 
 from __future__ import annotations
