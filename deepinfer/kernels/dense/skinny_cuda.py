@@ -57,7 +57,7 @@ class Pipeline:
 
 
 PIPELINES = (Pipeline(1, 4, 4), Pipeline(2, 4, 4), Pipeline(4, 3, 3), Pipeline(8, 2, 2))
-PASSES_OF_64 = (*PIPELINES[:3], Pipeline(8, 3, 1))
+PASSES_OF_64 = (Pipeline(4, 3, 2), Pipeline(8, 3, 1))
 
 
 def choose_geometry(block_rows: int, chunks: int, group_block_rows: int, max_chunks: int) -> Geometry:
