@@ -13,7 +13,13 @@ by then too, provided that the kernel before waited for them: it was launched wi
 - before that it reads only what no kernel in flight can write (weights, complete since they were loaded) and writes no
   global memory, since the allocator may have given it a buffer that an earlier kernel still reads;
 - in a CTA where one thread waits for all, the others touch global memory other than weights only after a barrier that
-  follows the wait.
+  follows the wait;
+- no thread executes ``griddepcontrol.launch_dependents`` before it has waited. So when a kernel begins, whatever came
+  before the kernel before it has ended.
+
+Hence an exception to the second point, for a kernel that is launched ``beside`` the one before it: before it waits it
+may also read what is older than that kernel, past the L1 cache (``cp.async.cg``, the copy engine). Two kernels that
+read the same input then run at the same time; the second waits before it writes.
 
 Kernels launched without ``overlap`` (torch's, Triton's) begin when everything before them has ended, as ever.
 """

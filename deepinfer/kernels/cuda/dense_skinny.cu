@@ -19,7 +19,8 @@
 // Compile-time constants: N (a multiple of 32), OUT_N (columns of y that exist), K; WM, WK, CLUSTER (geometry), NT
 // (8-row activation tiles), DEPTH, RING, FP8 (1: e4m3 with a scale per 32x32, 0: bf16 weights), GROUP_N (weight rows
 // that share an input; N if not grouped), OUT_F32, QUANTIZE (round the output to FP8 in groups of 32), MIN_CTAS,
-// LOAD_HINT, EARLY (1: the next kernel may start at once, 0: when this one has read its weights).
+// LOAD_HINT, EARLY (1: the next kernel may start at once, 0: when this one has read its weights), BESIDE (1: x is older
+// than the kernel before this one, which is waited for only before the outputs are written; EARLY then counts for nothing).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -326,8 +327,8 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
     lane_scales[i] = i * 32 + lane < warp_count ? __ldg(scales + at + i * 32 + lane) : 0;
 #endif
 
-  wait_for_earlier_kernels();
-  if (EARLY) let_next_kernel_start();
+  if (!BESIDE) wait_for_earlier_kernels();
+  if (!BESIDE && EARLY) let_next_kernel_start();
   const u16* x_group = x + (tile * 32 * WM / GROUP_N) * (long long)K + first * BLOCK_K;
   const int columns = min(count * BLOCK_K, K - first * BLOCK_K);
   const int pieces = count * (BLOCK_K / 8);
@@ -370,7 +371,8 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
     }
   }
 #endif
-  if (!EARLY) let_next_kernel_start();
+  if (BESIDE) wait_for_earlier_kernels();
+  if (BESIDE || !EARLY) let_next_kernel_start();
 
   // Partial sums to the CTA that finishes them: unit (row, block row) belongs to rank unit % CLUSTER.
   cluster_started();

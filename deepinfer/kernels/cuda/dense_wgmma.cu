@@ -13,7 +13,8 @@
 //
 // Compile-time constants: N (a multiple of 32), OUT_N (columns of y that exist), K, GROUP_N (weight rows that share an
 // input); WGS (consumer warpgroups), MF (64-row tiles of each), NB (activation rows: 16, 32, 48, 64, 96, 128,
-// 192 or 256), SLICES, PARTIAL, STAGES, MIN_CTAS, OUT_F32, QUANTIZE (round the output to FP8 in groups of 32).
+// 192 or 256), SLICES, PARTIAL, STAGES, MIN_CTAS, OUT_F32, QUANTIZE (round the output to FP8 in groups of 32), BESIDE (1:
+// x is older than the kernel before this one, which is waited for only before the outputs are written).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -362,7 +363,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     give_registers();
     if (warp == CONSUMER_WARPS && lane == 0) {
       const int x_column = tile * MT / GROUP_N * K + first * 64;
-      wait_for_earlier_kernels();
+      if (!BESIDE) wait_for_earlier_kernels();
       for (int c = 0; c < ahead; ++c)
         copy_activations(x_stages + c * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * c);
       int stage = 0;
@@ -444,6 +445,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     }
 #endif
     wgmma_wait<0>();
+    if (BESIDE) wait_for_earlier_kernels();
     // When no consumer reads the ring any more, its memory takes the partial sums [NB][SUM_STRIDE].
     consumer_barrier();
     float* sums = (float*)(unaligned + (base - shared_address(unaligned)));

@@ -25,12 +25,15 @@ from torch import Tensor
 
 from deepinfer.kernels import nvrtc
 from deepinfer.kernels.dense import linear_triton, packing, plans
-from deepinfer.kernels.dense.skinny_cuda import Geometry, SkinnyProduct
+from deepinfer.kernels.dense.skinny_cuda import PASSES_OF_64, Geometry, SkinnyProduct
 from deepinfer.kernels.dense.wgmma_cuda import WgmmaProduct
 
-MAX_FEW_ROWS, MAX_FEW_ROWS_LARGE = 32, 16
-"""Up to here the few-row kernel serves bf16 weights, up to 8 MB and larger; measured against cuBLAS: at 32 rows 10.4 to
-8.5 us for [1024, 5120], 5.9 to 7.9 us for [384, 5120]."""
+_MB = 2**20
+FEW_ROWS = 16
+"""Up to here bf16 weights take the few-row kernel in its usual tiles, above in passes of 64 rows."""
+PASSES = ((2 * _MB, 512), (32 * _MB, 128))
+"""(most bytes of a weight, most rows) of bf16 products in passes. Above, cuBLAS is faster; below, it needs a second
+kernel for the sums of its slices, and neither overlaps the kernels around it."""
 
 
 def stack_fp8(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -121,6 +124,7 @@ class Fp8Linear:
         dtype: torch.dtype = torch.bfloat16,
         invariant: bool = False,
         overlap: bool = False,
+        beside: bool = False,
     ) -> Tensor:
         """``xq @ weight.T``, rounded once.
 
@@ -133,6 +137,8 @@ class Fp8Linear:
             invariant: the same order of summation for every number of rows.
             overlap: programmatic dependent launch: the weight loads begin before the preceding kernel has ended. By
                 the rule in :mod:`deepinfer.kernels.nvrtc` that is safe after any kernel that did not make the weights.
+            beside: with ``overlap``: multiply while the preceding kernel runs. ``xq`` must be older than that kernel:
+                at least one was launched on this stream since ``xq`` was made.
         """
         rows = xq.shape[0]
         x = xq.flatten(1) if xq.dim() > 2 else xq
@@ -144,10 +150,11 @@ class Fp8Linear:
         if self._stored is not None:
             linear_triton.product(x, *self._stored, out, self.groups, quantize_output)
             return out
+        beside &= overlap
         if invariant:
-            self._invariant(x, out, quantize_output, overlap, self._next_weight)
+            self._invariant(x, out, quantize_output, overlap, beside, self._next_weight)
         elif (product := self._product(rows)) is not None:
-            product(x, out, quantize_output, overlap, self._next_weight)
+            product(x, out, quantize_output, overlap, beside, self._next_weight)
         else:
             self._many_rows(x, out, quantize_output)
         return out
@@ -171,7 +178,7 @@ class Fp8Linear:
         x = xq.flatten(1) if xq.dim() > 2 else xq
         assert x.shape[1] == self.groups * self.num_inputs, (x.shape, self.groups, self.num_inputs)
         sums = torch.empty(product.slices, rows, self.num_outputs, dtype=torch.float32, device=x.device)
-        product(x, sums, False, overlap, self._next_weight)
+        product(x, sums, False, overlap, next_weight=self._next_weight)
         return sums
 
     def _product(self, rows: int) -> SkinnyProduct | WgmmaProduct | None:
@@ -231,12 +238,16 @@ class Bf16Linear:
         self.num_outputs, self.num_inputs = weight.shape
         self.weight = weight
         self._skinny: SkinnyProduct | None = None
-        self._max_few_rows = MAX_FEW_ROWS if weight.numel() * 2 <= 8 * 2**20 else MAX_FEW_ROWS_LARGE
+        num_bytes = weight.numel() * 2
+        self._max_rows = next((rows for most, rows in PASSES if num_bytes <= most), 0)
         if skinny is None:
-            skinny = weight.numel() * 2 < 32 * 2**20
+            skinny = num_bytes < 32 * _MB
         if skinny and nvrtc.is_available(weight.device) and weight.shape[1] % 8 == 0:
-            packed = packing.pack_bf16(weight)
-            self._skinny = SkinnyProduct(packed, None, (self.num_outputs, self.num_inputs), geometry=geometry)
+            packed, shape = packing.pack_bf16(weight), (self.num_outputs, self.num_inputs)
+            self._skinny = SkinnyProduct(packed, None, shape, geometry=geometry)
+            self._passes = SkinnyProduct(
+                packed, None, shape, geometry=self._skinny.geometry.of_passes(packed.shape[0]), pipelines=PASSES_OF_64
+            )
             torch.cuda.synchronize(weight.device)  # see Fp8Linear
 
     def forward(
@@ -247,6 +258,7 @@ class Bf16Linear:
         dtype: torch.dtype = torch.bfloat16,
         invariant: bool = False,
         overlap: bool = False,
+        beside: bool = False,
     ) -> Tensor:
         """``x @ weight.T`` for bf16 ``[rows, K]``, summed in float32; arguments as :meth:`Fp8Linear.forward`.
 
@@ -257,8 +269,9 @@ class Bf16Linear:
             out = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
         if rows == 0:
             return out
-        if self._skinny is not None and (rows <= self._max_few_rows or invariant):
-            self._skinny(x, out, False, overlap)
+        if self._skinny is not None and (rows <= self._max_rows or invariant):
+            product = self._skinny if rows <= FEW_ROWS else self._passes  # the same bits
+            product(x, out, False, overlap, beside and overlap)
         elif x.is_cuda:
             _cublas(x, self.weight, out)
         else:

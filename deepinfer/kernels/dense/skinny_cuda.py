@@ -32,6 +32,11 @@ class Geometry:
     def threads(self) -> int:
         return 32 * self.row_warps * self.k_warps
 
+    def of_passes(self, block_rows: int) -> Geometry:
+        """The same order of summation with two warps of weight rows instead of one, if ``block_rows`` are enough: for
+        tens of activation rows, which weigh as much as the weights."""
+        return Geometry(min(2, block_rows) if self.row_warps == 1 else self.row_warps, self.k_warps, self.cluster)
+
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
@@ -52,6 +57,7 @@ class Pipeline:
 
 
 PIPELINES = (Pipeline(1, 4, 4), Pipeline(2, 4, 4), Pipeline(4, 3, 3), Pipeline(8, 2, 2))
+PASSES_OF_64 = (Pipeline(4, 3, 2), Pipeline(8, 3, 1))
 
 
 def choose_geometry(block_rows: int, chunks: int, group_block_rows: int, max_chunks: int) -> Geometry:
@@ -132,7 +138,7 @@ class SkinnyProduct:
         ring = g.row_warps * g.k_warps * pipeline.depth * packing.BLOCK_BYTES if pipeline.ring else 0
         return ring + g.cluster * g.k_warps * units * 128 + rows * (max_chunks * self.block_k * 2 + 16)
 
-    def defines(self, pipeline: Pipeline, float32: bool, quantize: bool) -> dict[str, int]:
+    def defines(self, pipeline: Pipeline, float32: bool, quantize: bool, beside: bool = False) -> dict[str, int]:
         """Compile-time constants of ``dense_skinny.cu``."""
         g, padded = self.geometry, 32 * self.packed.shape[0]
         return {
@@ -141,15 +147,21 @@ class SkinnyProduct:
             "NT": pipeline.row_tiles, "DEPTH": pipeline.depth, "MIN_CTAS": pipeline.min_ctas,
             "LOAD_HINT": pipeline.load_hint, "RING": int(pipeline.ring), "EARLY": int(pipeline.early),
             "FP8": int(self.scales is not None),
-            "OUT_F32": int(float32), "QUANTIZE": int(quantize),
+            "OUT_F32": int(float32), "QUANTIZE": int(quantize), "BESIDE": int(beside),
         }  # fmt: skip
 
-    def kernel(self, pipeline: Pipeline, float32: bool, quantize: bool) -> nvrtc.Kernel:
-        defines, shared = self.defines(pipeline, float32, quantize), self.shared_bytes(pipeline)
+    def kernel(self, pipeline: Pipeline, float32: bool, quantize: bool, beside: bool = False) -> nvrtc.Kernel:
+        defines, shared = self.defines(pipeline, float32, quantize, beside), self.shared_bytes(pipeline)
         return nvrtc.load_kernel("dense_skinny.cu", "dense_skinny", defines, self.packed.device, shared_bytes=shared)
 
     def __call__(
-        self, x: Tensor, out: Tensor, quantize: bool, overlap: bool, next_weight: Tensor | None = None
+        self,
+        x: Tensor,
+        out: Tensor,
+        quantize: bool,
+        overlap: bool,
+        beside: bool = False,
+        next_weight: Tensor | None = None,
     ) -> None:
         """Multiply.
 
@@ -162,6 +174,6 @@ class SkinnyProduct:
         grid = (tiles * g.cluster, -(-rows // (8 * pipeline.row_tiles)), 1)
         scales = self.packed if self.scales is None else self.scales
         arguments = (self.packed, scales, x, out, rows, nvrtc.int64(x.stride(0)), *packing.blocks_of(next_weight))
-        self.kernel(pipeline, out.dtype == torch.float32, quantize).launch(
+        self.kernel(pipeline, out.dtype == torch.float32, quantize, beside).launch(
             grid, g.threads, arguments, shared_bytes=self.shared_bytes(pipeline), cluster=g.cluster, overlap=overlap
         )

@@ -112,18 +112,18 @@ class WgmmaProduct:
         ring = tile.stages * (tile.rows * 128 + tile.weight_rows * 64) + tile.weight_rows // 32 * max_chunks * 4
         return 1024 + max(ring, tile.rows * (tile.weight_rows + 4) * 4)
 
-    def defines(self, tile: Tile, float32: bool, quantize: bool) -> dict[str, int]:
+    def defines(self, tile: Tile, float32: bool, quantize: bool, beside: bool = False) -> dict[str, int]:
         """Compile-time constants of ``dense_wgmma.cu``."""
         padded = 32 * self.packed.shape[0]
         return {
             "N": padded, "OUT_N": self.rows_out, "K": self.columns, "GROUP_N": padded // self.groups,
             "WGS": tile.warpgroups, "MF": tile.fragments, "NB": tile.rows, "SLICES": self.slices,
             "PARTIAL": int(self.partial), "STAGES": tile.stages, "MIN_CTAS": tile.min_ctas,
-            "OUT_F32": int(float32), "QUANTIZE": int(quantize),
+            "OUT_F32": int(float32), "QUANTIZE": int(quantize), "BESIDE": int(beside),
         }  # fmt: skip
 
-    def kernel(self, tile: Tile, float32: bool, quantize: bool) -> nvrtc.Kernel:
-        defines, shared = self.defines(tile, float32, quantize), self.shared_bytes(tile)
+    def kernel(self, tile: Tile, float32: bool, quantize: bool, beside: bool = False) -> nvrtc.Kernel:
+        defines, shared = self.defines(tile, float32, quantize, beside), self.shared_bytes(tile)
         return nvrtc.load_kernel("dense_wgmma.cu", "dense_wgmma", defines, self.packed.device, shared_bytes=shared)
 
     def tile(self, rows: int) -> Tile:
@@ -133,7 +133,13 @@ class WgmmaProduct:
         return once or min(passes, key=lambda entry: entry[:2])[2]
 
     def __call__(
-        self, x: Tensor, out: Tensor, quantize: bool, overlap: bool, next_weight: Tensor | None = None
+        self,
+        x: Tensor,
+        out: Tensor,
+        quantize: bool,
+        overlap: bool,
+        beside: bool = False,
+        next_weight: Tensor | None = None,
     ) -> None:
         """Multiply.
 
@@ -146,7 +152,7 @@ class WgmmaProduct:
         tiles = -(-32 * self.packed.shape[0] // tile.weight_rows) * -(-rows // tile.rows)
         x_map = nvrtc.tensor_map(x, tile.rows, 64)
         arguments = (self.packed, self.scales, x_map, out, rows, *packing.blocks_of(next_weight))
-        self.kernel(tile, out.dtype == torch.float32, quantize).launch(
+        self.kernel(tile, out.dtype == torch.float32, quantize, beside).launch(
             (tiles * self.slices, 1, 1), tile.threads, arguments,
             shared_bytes=self.shared_bytes(tile), cluster=self.cluster, overlap=overlap,
         )  # fmt: skip

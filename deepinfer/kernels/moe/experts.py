@@ -96,6 +96,8 @@ class ExpertOutput:
     """int32 ``[pairs]``: the row of ``values`` of each pair, -1 for none; None if rows stand in the pairs' order."""
     shared_inner: Tensor | None = None
     """bf16 ``[rows, width]``: the shared expert's rounded activation, where its gate and up were given."""
+    is_inner_older: bool = False
+    """Whether ``shared_inner`` was complete when the last kernel began, so a product may read it beside that."""
 
 
 class RoutedExperts(abc.ABC):

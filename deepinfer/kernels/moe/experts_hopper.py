@@ -104,9 +104,10 @@ class HopperExperts(RoutedExperts):
             shared = SharedActivation(shared_gate_up, x.new_empty(rows, self.width))
         blocks = self._blocks(routing, plans[0].block)
         inner = new_output(rows * self.num_selected, self.gate_up)
-        # The kernel before the first is the shared expert's product, behind the router: it waited for the order.
+        # The kernel before the first is the shared expert's product, behind the router. It lets this one begin when it
+        # has waited for the order.
         is_behind = shared is not None and routing.blocks is blocks
         self.gate_up(x, blocks, inner, plans[0], weights=routing.weights, shared=shared, early=is_behind)
         values = new_output(rows * self.num_selected, self.down)
         self.down(inner, blocks, values, plans[1], early=True)
-        return ExpertOutput(values, None, None if shared is None else shared.out)
+        return ExpertOutput(values, None, None if shared is None else shared.out, is_inner_older=True)

@@ -53,10 +53,15 @@ class FeedForward:
             block=experts.block_of(rows),
             invariant=self.invariant,
         )
-        gate_up = self.gate_up.forward(inputs.rounded, dtype=torch.float32, overlap=True, invariant=self.invariant)
+        # The router was launched since the input was made: this product runs beside it.
+        gate_up = self.gate_up.forward(
+            inputs.rounded, dtype=torch.float32, overlap=True, beside=True, invariant=self.invariant
+        )
         routed = experts.forward(given, routing, gate_up)
         assert routed.shared_inner is not None
-        shared = self.down.forward(routed.shared_inner, overlap=True, invariant=self.invariant)
+        shared = self.down.forward(
+            routed.shared_inner, overlap=True, beside=routed.is_inner_older, invariant=self.invariant
+        )
         if routed.place is not None:
             return sum_experts(routed.values, experts.num_selected, place=routed.place, shared=shared)
         return ExpertOutputs(routed.values.view(rows, -1, routed.values.shape[1]), shared, routing.experts)

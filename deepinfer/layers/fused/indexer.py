@@ -32,8 +32,9 @@ class Indexer:
         """
         rows, stream = step.rows, step.rows.streams[self.plan.ratio]
         cos, sin = rows.compressed_angles
+        # `x` is older than the kernel that made the queries: this product runs beside it.
+        head_weights = self.head_weights.forward(x, invariant=self.invariant, overlap=True, beside=True)
         query = index_query(queries.unflatten(1, (self.heads, self.dim)), cos, sin)
-        head_weights = self.head_weights.forward(x, invariant=self.invariant, overlap=True)
         view = _view(rows, stream)
         if self.plan.mode is IndexMode.REINDEX and step.candidate_blocks is not None:
             blocks, size = step.candidate_blocks, self.candidates[0]

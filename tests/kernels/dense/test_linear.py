@@ -257,12 +257,14 @@ def compiler_is_here() -> bool:
 
 
 @pytest.mark.skipif(not compiler_is_here(), reason="NVRTC is not installed")
-@pytest.mark.parametrize("changes", [{}, {"FP8": 0}, {"OUT_F32": 1}, {"CLUSTER": 1}, {"RING": 1, "EARLY": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"FP8": 0}, {"OUT_F32": 1}, {"CLUSTER": 1}, {"RING": 1, "EARLY": 1}, {"BESIDE": 1}]
+)
 def test_cuda_source_compiles(changes, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "_cache_directory", tmp_path)
     defines = {
         "N": 64, "OUT_N": 64, "K": 256, "WM": 2, "WK": 2, "CLUSTER": 2, "NT": 1, "DEPTH": 2, "MIN_CTAS": 4,
-        "LOAD_HINT": 0, "RING": 0, "EARLY": 0, "FP8": 1, "GROUP_N": 64, "OUT_F32": 0, "QUANTIZE": 0,
+        "LOAD_HINT": 0, "RING": 0, "EARLY": 0, "FP8": 1, "GROUP_N": 64, "OUT_F32": 0, "QUANTIZE": 0, "BESIDE": 0,
     }  # fmt: skip
     assert nvrtc.compile_cubin("dense_skinny.cu", defines | changes, "sm_90a").startswith(b"\x7fELF")
 
@@ -296,4 +298,4 @@ def test_wgmma_source_compiles(tile, partial, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "_cache_directory", tmp_path)
     packed = torch.empty(8, 12, 1)
     product = wgmma_cuda.WgmmaProduct(packed, packed, (256, 768), 1, 3, partial=partial)
-    assert nvrtc.compile_cubin("dense_wgmma.cu", product.defines(tile, partial, not partial), "sm_90a")
+    assert nvrtc.compile_cubin("dense_wgmma.cu", product.defines(tile, partial, not partial, beside=partial), "sm_90a")

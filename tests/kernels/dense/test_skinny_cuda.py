@@ -14,6 +14,7 @@ from torch import Tensor
 from deepinfer.checkpoint import codecs
 from deepinfer.kernels import nvrtc
 from deepinfer.kernels.dense import packing
+from deepinfer.kernels.dense.linear import Bf16Linear
 from deepinfer.kernels.dense.skinny_cuda import Geometry, Pipeline, SkinnyProduct
 from deepinfer.ops import number_formats as nf
 from tests.kernels.dense.test_linear import integer_input, integer_weight, random_input, random_weight
@@ -73,9 +74,9 @@ def product(weight: tuple[Tensor, Tensor], geometry: Geometry, pipeline: Pipelin
     return SkinnyProduct(packed, words, tuple(weight[0].shape), groups, geometry, (pipeline,))
 
 
-def run(kernel: SkinnyProduct, x: Tensor, dtype: torch.dtype, quantize: bool = False) -> Tensor:
+def run(kernel: SkinnyProduct, x: Tensor, dtype: torch.dtype, quantize: bool = False, beside: bool = False) -> Tensor:
     out = torch.full((x.shape[0], kernel.rows_out), torch.nan, dtype=dtype)
-    kernel(x, out, quantize, False)
+    kernel(x, out, quantize, False, beside)
     return out
 
 
@@ -111,6 +112,8 @@ def test_pipelines_and_batches_do_not_change_a_row():
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     alone = run(product(weight, Geometry(3, 2, 2), pipelines[2]), x[4:5], torch.float32)
     assert torch.equal(alone, outputs[0][4:5])
+    beside = run(product(weight, Geometry(3, 2, 2), pipelines[2]), x, torch.float32, beside=True)
+    assert torch.equal(beside, outputs[0])
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -121,5 +124,19 @@ def test_all_of_the_next_weight_is_fetched_once(ring):
     alone = run(kernel, x, torch.float32)
     for shape in ((32, 64), (96, 448), (32, 4096)):
         out = torch.full_like(alone, torch.nan)
-        kernel(x, out, False, True, packing.pack_fp8(integer_weight(*shape)[0]))
+        kernel(x, out, False, True, False, packing.pack_fp8(integer_weight(*shape)[0]))
         assert torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("shape", [(96, 320), (20, 72)])
+def test_passes_of_many_rows_have_the_bits_of_few(shape, monkeypatch):
+    monkeypatch.setattr(nvrtc, "is_available", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    weight, x = torch.randn(shape).bfloat16(), torch.randn(70, shape[1]).bfloat16()
+    linear = Bf16Linear(weight)
+    together = linear(x, dtype=torch.float32)
+    exact = x.double() @ weight.double().T
+    assert ((together - exact).abs() <= 2**-20 * (x.double().abs() @ weight.double().abs().T)).all()
+    for first, end in ((0, 1), (40, 56), (30, 60)):
+        assert torch.equal(linear(x[first:end], dtype=torch.float32), together[first:end])
+        assert torch.equal(linear(x[first:end]), together[first:end].bfloat16())

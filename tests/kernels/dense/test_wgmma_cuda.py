@@ -97,10 +97,10 @@ def product(
     return found
 
 
-def run(kernel: WgmmaProduct, x: Tensor, dtype: torch.dtype, quantize: bool = False) -> Tensor:
+def run(kernel: WgmmaProduct, x: Tensor, dtype: torch.dtype, quantize: bool = False, beside: bool = False) -> Tensor:
     out = torch.full((x.shape[0], kernel.rows_out), torch.nan, dtype=dtype)
     following = torch.empty(5 + x.shape[0], 2048, dtype=torch.uint8)  # the emulation counts what is fetched of it
-    kernel(x, out, quantize, False, following)
+    kernel(x, out, quantize, False, beside, following)
     return out
 
 
@@ -203,6 +203,7 @@ def test_tiles_and_batches_do_not_change_a_row():
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     alone = run(product(weight, 3, tiles[1]), x[4:5], torch.float32)
     assert torch.equal(alone, outputs[0][4:5])
+    assert torch.equal(run(product(weight, 3, tiles[0]), x, torch.float32, beside=True), outputs[0])
 
 
 def test_rows_past_the_last_tile_take_the_cheapest_passes():
