@@ -11,7 +11,8 @@ by then too, provided that the kernel before waited for them: it was launched wi
 
 - it executes ``griddepcontrol.wait`` on every path, in each CTA;
 - before that it reads only what no kernel in flight can write (weights, complete since they were loaded), but for reads
-  that only bring memory into the L2: bounded, with no influence on any result; and it writes no global memory, since the allocator may have given it a buffer that an earlier kernel still reads;
+  that only bring memory into the L2, bounded and with no influence on any result; and it writes no global memory, since
+  the allocator may have given it a buffer that an earlier kernel still reads;
 - in a CTA where one thread waits for all, the others touch global memory other than weights only after a barrier that
   follows the wait.
 
