@@ -10,8 +10,9 @@ by then too, provided that the kernel before waited for them: it was launched wi
 ``griddepcontrol.wait`` itself. Hence the rule for a kernel that is launched with ``overlap``, after any kernel:
 
 - it executes ``griddepcontrol.wait`` on every path, in each CTA;
-- before that it reads only what no kernel in flight can write (weights, complete since they were loaded) and writes no
-  global memory, since the allocator may have given it a buffer that an earlier kernel still reads;
+- before that it reads only what no kernel in flight can write (weights, complete since they were loaded), but for reads
+  that only bring memory into the L2, bounded and with no influence on any result; and it writes no global memory, since
+  the allocator may have given it a buffer that an earlier kernel still reads;
 - in a CTA where one thread waits for all, the others touch global memory other than weights only after a barrier that
   follows the wait;
 - no thread executes ``griddepcontrol.launch_dependents`` before it has waited. So when a kernel begins, whatever came
@@ -44,7 +45,8 @@ from deepinfer.errors import EngineError
 
 SOURCES = Path(__file__).parent / "cuda"
 _OPTIONS = ("--std=c++17",)
-_MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAX_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, NON_PORTABLE_CLUSTER_...
+_PORTABLE_CLUSTER = 8
 _CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 4, 6  # CUlaunchAttributeID
 _DEFAULT_SHARED_BYTES = 48 * 1024
 _cache_directory = Path.home() / ".cache" / "deepinfer" / "kernels"
@@ -188,7 +190,13 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def load_kernel(
-    source: str, entry: str, defines: Mapping[str, int], device: torch.device, *, shared_bytes: int = 0
+    source: str,
+    entry: str,
+    defines: Mapping[str, int],
+    device: torch.device,
+    *,
+    shared_bytes: int = 0,
+    max_cluster: int = _PORTABLE_CLUSTER,
 ) -> Kernel:
     """Compile (or fetch from the cache) and load one kernel.
 
@@ -197,15 +205,18 @@ def load_kernel(
         entry: name of the ``extern "C"`` function.
         defines: its compile-time constants.
         shared_bytes: most dynamic shared memory of a launch.
+        max_cluster: most CTAs per cluster, at most 16 on Hopper.
     Raises:
         KernelError: with the compiler's log.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _load(source, entry, tuple(sorted(defines.items())), index, shared_bytes)
+    return _load(source, entry, tuple(sorted(defines.items())), index, shared_bytes, max_cluster)
 
 
 @functools.cache
-def _load(source: str, entry: str, defines: tuple[tuple[str, int], ...], index: int, shared_bytes: int) -> Kernel:
+def _load(
+    source: str, entry: str, defines: tuple[tuple[str, int], ...], index: int, shared_bytes: int, max_cluster: int
+) -> Kernel:
     major, minor = torch.cuda.get_device_capability(index)
     cubin = compile_cubin(source, dict(defines), f"sm_{major}{minor}a")
     _bind_context(index)
@@ -215,6 +226,8 @@ def _load(source: str, entry: str, defines: tuple[tuple[str, int], ...], index: 
     if shared_bytes > _DEFAULT_SHARED_BYTES:
         result = driver.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes)
         _check(result, f"give {entry} {shared_bytes} bytes of shared memory")
+    if max_cluster > _PORTABLE_CLUSTER:
+        _check(driver.cuFuncSetAttribute(function, _LARGE_CLUSTERS, 1), f"let {entry} have large clusters")
     return Kernel(function, entry, index, max(shared_bytes, _DEFAULT_SHARED_BYTES))
 
 

@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.attention import sparse_attention_cuda, sparse_attention_triton
+from deepinfer.kernels.attention import sparse_attention_cuda, sparse_attention_few, sparse_attention_triton
 
 EntryFormat = Literal["fp4", "fp8"]
+Implementation = Literal["few", "cuda", "triton"]
 INVARIANT_SPLITS = 2
 
 
@@ -34,7 +35,7 @@ def sparse_attention(
     split_weights: bool = False,
     invariant: bool = False,
     next_weight: Tensor | None = None,
-    implementation: Literal["cuda", "triton"] | None = None,
+    implementation: Implementation | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """One softmax per head over window keys and selected entries; keys are also the values.
@@ -55,7 +56,8 @@ def sparse_attention(
         invariant: the keys are split the same way whatever the number of rows, so that a row's result does not depend
             on the batch. Otherwise it depends on the number of rows through the split alone.
         next_weight: packed weight of the product that follows; memory is idle here, so it is fetched into L2.
-        implementation, splits: chosen here unless given (for tests and benchmarks).
+        implementation, splits: chosen here unless given (for tests and benchmarks): the kernel for few rows, the one
+            that is efficient with many, or the one that runs everywhere.
     Returns:
         ``[rows, heads * dim]`` bf16, rotated back. A row without keys is zero.
     """
@@ -66,9 +68,10 @@ def sparse_attention(
     if entries is None or entry_slots is None:
         entries, entry_slots = step_records, window_index[:, :0]
     if implementation is None:
-        cuda = sparse_attention_cuda.accepts(heads, dim, 2 * cos.shape[1], q.device)
-        implementation = "cuda" if cuda else "triton"
-    if splits is None:
+        implementation = _choose(rows, heads, dim, 2 * cos.shape[1], q.device, invariant)
+    if splits is None and implementation == "few":
+        splits = sparse_attention_few.choose_splits(rows, heads)
+    elif splits is None:
         num_blocks = -(-window_index.shape[1] // 64) - (-entry_slots.shape[1] // 64)
         splits = _num_splits(rows, heads, num_blocks, invariant)
     arguments = (
@@ -77,9 +80,18 @@ def sparse_attention(
     )  # fmt: skip
     if implementation == "cuda":
         sparse_attention_cuda.launch(*arguments, next_weight=next_weight)
+    elif implementation == "few":  # it leaves room beside it for the next kernel, which fetches for itself
+        sparse_attention_few.launch(*arguments)
     else:
         sparse_attention_triton.launch(*arguments)
     return out
+
+
+def _choose(rows: int, heads: int, dim: int, rope_width: int, device: torch.device, invariant: bool) -> Implementation:
+    few = rows <= sparse_attention_few.MAX_ROWS and not invariant  # one kernel for all row counts, if invariant
+    if few and sparse_attention_few.accepts(heads, dim, rope_width, device):
+        return "few"
+    return "cuda" if sparse_attention_cuda.accepts(heads, dim, rope_width, device) else "triton"
 
 
 def _num_splits(rows: int, heads: int, num_blocks: int, invariant: bool) -> int:
