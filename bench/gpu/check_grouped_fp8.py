@@ -3,8 +3,8 @@
     python bench/gpu/check_grouped_fp8.py [--json FILE] [--rows 1024,8192] [--only exact,tiles,whole]
 
 Sizes and weights of ``check_grouped.py``. Errors are against the same operands multiplied in float64, so what they show
-is the sum of the tensor cores. Behind Q8 a result of gate-up may be a neighbour, so it is compared with what Q8 rounds as
-well.
+is the sum of the tensor cores. Behind Q8 a result of gate-up may be a neighbour, so it is compared with what Q8 rounds
+as well.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def check_exact(weights: base.Weights, products: dict[str, GroupedProduct]) -> N
         found = {"codes": raw[0], "exponents": raw[1], "inner": inner, "down": step.values[places]}
         if not first:
             first = found
-            report("align", torch.equal(inner, one_power(groups)), "results of gate-up rounded to one power of two")
+            power = torch.exp2(raw[1].amax(0).float() - 128)[:, None]
+            same = torch.equal(inner, (groups / power).to(torch.float8_e4m3fn).float() * power)
+            report("align", same, "results of gate-up rounded to one power of two")
         for key, value in found.items():
             report(f"bits of tile {name} {key}", torch.equal(value, first[key]), "those of the first tile")
     engine = GroupedFp8Experts(weights.gate_up, weights.down, LIMIT)
