@@ -19,8 +19,8 @@ from deepinfer.kernels.moe.router import Routing
 from deepinfer.kernels.moe.swiglu import swiglu_rounded
 
 Precision = Literal["faithful", "fast"]
-"""``faithful``: activations rounded by Q8 as the model says. ``fast``: the library takes a scale per row in prefill,
-the other ways round as ``faithful`` does."""
+"""``faithful``: activations rounded by Q8 as the model says. ``fast``: in prefill the library takes a scale per row and
+our kernels for Hopper the FP8 tensor cores (:mod:`.grouped_fp8`); the other ways round as ``faithful`` does."""
 
 
 Way = Literal["hopper", "library", "triton"]
@@ -197,7 +197,7 @@ def build_experts(
     """Choose who multiplies; the packed tensors belong to the result, which may repack them in place.
 
     Args:
-        precision: matters to the library only.
+        precision: matters to the library and our own kernels, in prefill.
         way: default the first that takes these sizes, weights and device.
         batch_invariant: a row's result does not depend on the rest of the batch.
     """
@@ -208,7 +208,7 @@ def build_experts(
     elif way is None:
         way = "library" if experts_humming.is_usable(gate_up, down) else "triton"
     if way == "hopper":
-        return experts_hopper.HopperExperts(gate_up, down, num_selected, limit, batch_invariant)
+        return experts_hopper.HopperExperts(gate_up, down, num_selected, limit, batch_invariant, precision)
     if way == "library":
         return experts_humming.HummingExperts(
             gate_up.apart(), down.apart(), num_selected, limit, precision, batch_invariant

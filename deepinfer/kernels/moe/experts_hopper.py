@@ -2,7 +2,8 @@
 
 Few rows: two launches, bound by reading the weights once (``moe_skinny.cu``). Many rows: tensor cores at full width
 (``moe_wgmma.cu``). Both read one packed copy of the weights (:mod:`.packing`) and are exact but for their float32 sums,
-whose order does not depend on the batch within either.
+whose order does not depend on the batch within either. With precision ``fast`` many rows take the FP8 tensor cores
+(:mod:`.grouped_fp8`): the same operands, sums of fewer bits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from deepinfer.kernels.moe import packing
 from deepinfer.kernels.moe.expert_inputs import round_activation
-from deepinfer.kernels.moe.experts import ExpertInput, ExpertOutput, PackedExperts, RoutedExperts
+from deepinfer.kernels.moe.experts import ExpertInput, ExpertOutput, PackedExperts, Precision, RoutedExperts
+from deepinfer.kernels.moe.grouped_fp8 import GroupedFp8Experts
 from deepinfer.kernels.moe.grouped_skinny import GroupedSkinny, Plan, SharedActivation, new_output
 from deepinfer.kernels.moe.grouped_wgmma import GroupedExperts
 from deepinfer.kernels.moe.router import Routing
@@ -61,7 +63,8 @@ class HopperExperts(RoutedExperts):
     """Routed experts of one layer; takes the packed weights over and repacks them in place.
 
     Args:
-        batch_invariant: one order of summation for every number of rows: all take the kernels for many.
+        batch_invariant: one order of summation for every number of rows: all take the kernels for many, in bf16.
+        precision: ``fast`` takes FP8 for many rows, unless ``batch_invariant``.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class HopperExperts(RoutedExperts):
         num_selected: int,
         limit: float,
         batch_invariant: bool = False,
+        precision: Precision = "faithful",
     ) -> None:
         num_experts, hidden = down.codes.shape[:2]
         super().__init__(num_experts, hidden, down.codes.shape[2] * 2, num_selected, limit)
@@ -79,7 +83,11 @@ class HopperExperts(RoutedExperts):
         if tiles.is_cuda:
             torch.cuda.synchronize(tiles.device)  # the kernels read weights before they wait for others
         self.gate_up, self.down = GroupedSkinny(tiles, num_selected, limit), GroupedSkinny(of_down, 1)
-        self.many = GroupedExperts(tiles, of_down, hidden, self.width, num_experts, limit)
+        self.many: GroupedExperts | GroupedFp8Experts
+        if precision == "fast" and not batch_invariant:
+            self.many = GroupedFp8Experts(tiles, of_down, limit)
+        else:
+            self.many = GroupedExperts(tiles, of_down, hidden, self.width, num_experts, limit)
 
     def plans(self, rows: int) -> tuple[Plan, Plan] | None:
         """Of gate-up and down; None where the kernels for many rows multiply."""

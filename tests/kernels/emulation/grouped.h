@@ -11,7 +11,7 @@ static std::vector<Meeting> meetings;  // 0: all threads, then one for each warp
 static char* shared_memory;            // of the one CTA that runs
 static int cta_threads, cta;
 static struct { int x; } gridDim;
-static struct Range { const char *begin, *end; } operands[2];
+static struct Range { const char *begin, *end; } operands[4];
 
 struct ThreadIndex { int x = fibers[current].thread; };
 struct BlockIndex { int x = cta; };
@@ -68,7 +68,7 @@ static void barrier_wait(u32 address, u32 parity) { while ((barrier(address).pha
 static void copy_bulk(u32 to, const void* from, u32 bytes, u32 address) {
   const char* p = (const char*)from;
   if (to % 16 || (uintptr_t)p % 16 || bytes % 16) fail("misaligned copy");
-  if (std::none_of(operands, operands + 2, [&](const Range& r) { return p >= r.begin && p + bytes <= r.end; }))
+  if (std::none_of(operands, operands + 4, [&](const Range& r) { return p >= r.begin && p + bytes <= r.end; }))
     fail("copy from outside of the operands");
   at(to + bytes - 1), std::memcpy(at(to), p, bytes);
   missing(address) -= bytes, settle(address);

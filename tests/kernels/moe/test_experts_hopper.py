@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.moe import packing
+from deepinfer.kernels.moe import experts_hopper, packing
 from deepinfer.kernels.moe.expert_blocks import order_pairs
 from deepinfer.kernels.moe.experts import ExpertInput, PackedExperts, build_experts
 from deepinfer.kernels.moe.experts_hopper import PLANS, HopperExperts, is_usable, repack
 from deepinfer.kernels.moe.router import Routing
 from deepinfer.ops.number_formats import q8_round
-from tests.kernels.moe import test_grouped_skinny, test_grouped_wgmma
+from tests.kernels.moe import test_grouped_fp8, test_grouped_skinny, test_grouped_wgmma
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 EXPERTS, HIDDEN, WIDTH, TOP, LIMIT = 5, 512, 256, 3, 7.0
@@ -26,7 +26,8 @@ def random_experts(n: int, k: int) -> PackedExperts:
 
 
 def emulated_kernel(source: str, *arguments: object, **more: object) -> object:
-    family = test_grouped_skinny if source == "moe_skinny.cu" else test_grouped_wgmma
+    families = {"moe_skinny.cu": test_grouped_skinny, "moe_wgmma.cu": test_grouped_wgmma}
+    family = families.get(source, test_grouped_fp8)
     return family.EmulatedKernel(source, *arguments, **more)
 
 
@@ -65,6 +66,35 @@ def test_experts_agree_with_triton(rows, has_shared, invariant, monkeypatch):
         assert (found.shared_inner != expected.shared_inner).float().mean() < 3e-3
     else:
         assert found.shared_inner is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("invariant", [False, True])
+def test_fast_takes_fp8_for_many_rows(invariant, monkeypatch):
+    torch.manual_seed(0)
+    rows = 19
+    gate_up, down = random_experts(2 * WIDTH, HIDDEN), random_experts(HIDDEN, WIDTH)
+    x = q8_round(torch.randn(rows, HIDDEN).bfloat16()).bfloat16()
+    chosen = torch.stack([torch.randperm(EXPERTS)[:TOP] for _ in range(rows)]).int()
+    routing = Routing(chosen, torch.rand(rows, TOP), None)
+    given = ExpertInput(x, rounded=x)
+    expected = build_experts(gate_up, down, TOP, LIMIT, way="triton").forward(given, routing).values.float()
+    sources = []
+
+    def recorded(source: str, *arguments: object, **more: object) -> object:
+        sources.append(source)
+        return emulated_kernel(source, *arguments, **more)
+
+    monkeypatch.setattr(nvrtc, "load_kernel", recorded)
+    monkeypatch.setattr(nvrtc, "num_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(experts_hopper, "PLANS", ())
+    experts = build_experts(gate_up, down, TOP, LIMIT, precision="fast", way="hopper", batch_invariant=invariant)
+    found = experts.forward(given, routing)
+    assert found.place is not None
+    values = found.values[found.place.long()].float()
+    assert ((values - expected).norm() / expected.norm()) < 5e-3
+    assert ("moe_fp8.cu" in sources) != invariant
+    assert ("moe_wgmma.cu" in sources) == invariant
 
 
 def test_repacking_in_place_gives_the_same_tiles():
