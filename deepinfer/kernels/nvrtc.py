@@ -26,6 +26,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -212,9 +213,18 @@ def _load(source: str, entry: str, defines: tuple[tuple[str, int], ...], index: 
     return Kernel(function, entry, index, max(shared_bytes, _DEFAULT_SHARED_BYTES))
 
 
+def read_source(source: str) -> str:
+    """The text of ``deepinfer/kernels/cuda/<source>`` with the files that it includes in place of their names."""
+
+    def included(match: re.Match[str]) -> str:
+        return (SOURCES / match[1]).read_text()
+
+    return re.sub(r'^#include "(.+)"\n', included, (SOURCES / source).read_text(), flags=re.MULTILINE)
+
+
 def compile_cubin(source: str, defines: Mapping[str, int], architecture: str) -> bytes:
     """Machine code for ``architecture`` (``sm_90a``), from the cache or newly compiled. Needs NVRTC, but no GPU."""
-    text = (SOURCES / source).read_bytes()
+    text = read_source(source).encode()
     options = [*_OPTIONS, f"--gpu-architecture={architecture}", *(f"-D{k}={v}" for k, v in sorted(defines.items()))]
     nvrtc = _nvrtc()
     version = (ctypes.c_int(), ctypes.c_int())

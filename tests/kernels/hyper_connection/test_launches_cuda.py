@@ -45,9 +45,7 @@ FINISH_SHAPES = [FinishShape(1, False), FinishShape(2, True), FinishShape(4, Tru
 
 @functools.cache
 def _emulator(source: str, entry: str, defines: tuple[tuple[str, int], ...]) -> Any:
-    text = (nvrtc.SOURCES / source).read_text()
-    before, rest = text.split(MARK + "instructions")
-    kernel = before + rest[rest.index(MARK) :]
+    kernel = re.sub(f"{MARK}instructions.*?(?={MARK})", "", nvrtc.read_source(source), flags=re.DOTALL)
     kernel = kernel.replace("extern __shared__ __align__(16) char shared[];", "char* shared = at(0);")
     kernel = re.sub(r"__shared__ __align__\(16\) float sums\[.*\];", "float* sums = (float*)at(0);", kernel)
     kernel = kernel.replace("#define THREADS 160\n", "")
