@@ -12,6 +12,8 @@ by then too, provided that the kernel before waited for them: it was launched wi
 - it executes ``griddepcontrol.wait`` on every path, in each CTA;
 - before that it reads only what no kernel in flight can write (weights, complete since they were loaded) and writes no
   global memory, since the allocator may have given it a buffer that an earlier kernel still reads;
+- it executes ``griddepcontrol.launch_dependents`` after the wait: so the kernel behind it begins when those before it
+  have ended, and may read their results before its own wait;
 - in a CTA where one thread waits for all, the others touch global memory other than weights only after a barrier that
   follows the wait.
 
@@ -40,6 +42,8 @@ from deepinfer.errors import EngineError
 SOURCES = Path(__file__).parent / "cuda"
 _OPTIONS = ("--std=c++17",)
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_PORTABLE_CLUSTER = 8  # CTAs
 _CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 4, 6  # CUlaunchAttributeID
 _DEFAULT_SHARED_BYTES = 48 * 1024
 _cache_directory = Path.home() / ".cache" / "deepinfer" / "kernels"
@@ -82,6 +86,7 @@ class Kernel:
         self._name = name
         self._device_index = device_index
         self._max_shared_bytes = max_shared_bytes
+        self._is_wide = False
 
     def launch(
         self,
@@ -102,6 +107,7 @@ class Kernel:
                 the rule at the top of this module.
         """
         assert shared_bytes <= self._max_shared_bytes, (self._name, shared_bytes)
+        self._allow_cluster(cluster)
         values = [_as_ctypes(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attributes = (_Attribute * 2)()
@@ -118,6 +124,23 @@ class Kernel:
         config = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, attributes, count)
         _bind_context(self._device_index)
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), f"launch {self._name}")
+
+    def max_clusters(self, threads: int, cluster: int, *, shared_bytes: int = 0) -> int:
+        """How many clusters of ``cluster`` CTAs run at once on a GPU that runs nothing else; 0: none fits."""
+        self._allow_cluster(cluster)
+        attribute = _Attribute(_CLUSTER_DIMENSION)
+        attribute.value[0:3] = (cluster, 1, 1)
+        config = _LaunchConfig((cluster, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(attribute), 1)
+        count = ctypes.c_int()
+        _bind_context(self._device_index)
+        result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
+        return count.value if result == 0 else 0
+
+    def _allow_cluster(self, cluster: int) -> None:
+        if cluster > _PORTABLE_CLUSTER and not self._is_wide:
+            result = _driver().cuFuncSetAttribute(self._function, _NON_PORTABLE_CLUSTER, 1)
+            _check(result, f"give {self._name} clusters of {cluster}")
+            self._is_wide = True
 
 
 def _as_ctypes(argument: Any) -> Any:

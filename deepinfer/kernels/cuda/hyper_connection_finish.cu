@@ -38,7 +38,8 @@ struct Arguments {
   float norm_eps, hc_eps;
 };
 
-#include "hyper_connection_input.cuh"
+#include "hyper_connection_mixes.cuh"
+#include "hyper_connection_norm.cuh"
 
 // ---------------------------------------------------------------- sums
 // The sum over the neighbours of one group.

@@ -86,7 +86,8 @@ static void run_fiber() {
   fibers[current].done = true, ++progress;
   yield();
 }
-// Clusters run one after another. Returns 0, or 1 for a deadlock. Shared memory starts as NaN.
+// Clusters run one after another; which of their threads runs first is the variable EMULATION_ORDER: 0 as they are
+// counted, 1 backwards, 2 from each CTA in turn. Returns 0, or 1 for a deadlock. Shared memory starts as NaN.
 static int launch_cluster(std::vector<std::vector<char>>& stacks) {
   for (char* p : shared_memory) std::memset(p, 0xFF, SHARED_BYTES);
   int left = THREADS * CLUSTER;
@@ -99,9 +100,13 @@ static int launch_cluster(std::vector<std::vector<char>>& stacks) {
     fiber.context.uc_stack.ss_sp = stacks[i].data(), fiber.context.uc_stack.ss_size = stacks[i].size();
     makecontext(&fiber.context, run_fiber, 0);
   }
+  const int count = fibers.size();
+  const char* chosen = std::getenv("EMULATION_ORDER");
+  const int order = chosen ? std::atoi(chosen) : 0;
   while (left > 0) {
     const long before = progress;
-    for (current = 0; current < (int)fibers.size(); ++current) {
+    for (int i = 0; i < count; ++i) {
+      current = order == 0 ? i : order == 1 ? count - 1 - i : i % CLUSTER * THREADS + i / CLUSTER;
       if (fibers[current].done) continue;
       swapcontext(&scheduler, &fibers[current].context);
       left -= fibers[current].done;
