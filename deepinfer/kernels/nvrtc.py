@@ -33,6 +33,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,8 +46,9 @@ from deepinfer.errors import EngineError
 
 SOURCES = Path(__file__).parent / "cuda"
 _OPTIONS = ("--std=c++17",)
-_MAX_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, NON_PORTABLE_CLUSTER_...
-_PORTABLE_CLUSTER = 8
+_MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_PORTABLE_CLUSTER = 8  # CTAs
 _CLUSTER_DIMENSION, _PROGRAMMATIC_LAUNCH = 4, 6  # CUlaunchAttributeID
 _DEFAULT_SHARED_BYTES = 48 * 1024
 _cache_directory = Path.home() / ".cache" / "deepinfer" / "kernels"
@@ -89,6 +91,7 @@ class Kernel:
         self._name = name
         self._device_index = device_index
         self._max_shared_bytes = max_shared_bytes
+        self._is_wide = False
 
     def launch(
         self,
@@ -109,6 +112,7 @@ class Kernel:
                 the rule at the top of this module.
         """
         assert shared_bytes <= self._max_shared_bytes, (self._name, shared_bytes)
+        self._allow_cluster(cluster)
         values = [_as_ctypes(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attributes = (_Attribute * 2)()
@@ -125,6 +129,23 @@ class Kernel:
         config = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, attributes, count)
         _bind_context(self._device_index)
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), f"launch {self._name}")
+
+    def max_clusters(self, threads: int, cluster: int, *, shared_bytes: int = 0) -> int:
+        """How many clusters of ``cluster`` CTAs run at once on a GPU that runs nothing else; 0: none fits."""
+        self._allow_cluster(cluster)
+        attribute = _Attribute(_CLUSTER_DIMENSION)
+        attribute.value[0:3] = (cluster, 1, 1)
+        config = _LaunchConfig((cluster, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(attribute), 1)
+        count = ctypes.c_int()
+        _bind_context(self._device_index)
+        result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
+        return count.value if result == 0 else 0
+
+    def _allow_cluster(self, cluster: int) -> None:
+        if cluster > _PORTABLE_CLUSTER and not self._is_wide:
+            result = _driver().cuFuncSetAttribute(self._function, _NON_PORTABLE_CLUSTER, 1)
+            _check(result, f"give {self._name} clusters of {cluster}")
+            self._is_wide = True
 
 
 def _as_ctypes(argument: Any) -> Any:
@@ -196,7 +217,6 @@ def load_kernel(
     device: torch.device,
     *,
     shared_bytes: int = 0,
-    max_cluster: int = _PORTABLE_CLUSTER,
 ) -> Kernel:
     """Compile (or fetch from the cache) and load one kernel.
 
@@ -205,18 +225,15 @@ def load_kernel(
         entry: name of the ``extern "C"`` function.
         defines: its compile-time constants.
         shared_bytes: most dynamic shared memory of a launch.
-        max_cluster: most CTAs per cluster, at most 16 on Hopper.
     Raises:
         KernelError: with the compiler's log.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _load(source, entry, tuple(sorted(defines.items())), index, shared_bytes, max_cluster)
+    return _load(source, entry, tuple(sorted(defines.items())), index, shared_bytes)
 
 
 @functools.cache
-def _load(
-    source: str, entry: str, defines: tuple[tuple[str, int], ...], index: int, shared_bytes: int, max_cluster: int
-) -> Kernel:
+def _load(source: str, entry: str, defines: tuple[tuple[str, int], ...], index: int, shared_bytes: int) -> Kernel:
     major, minor = torch.cuda.get_device_capability(index)
     cubin = compile_cubin(source, dict(defines), f"sm_{major}{minor}a")
     _bind_context(index)
@@ -226,14 +243,21 @@ def _load(
     if shared_bytes > _DEFAULT_SHARED_BYTES:
         result = driver.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes)
         _check(result, f"give {entry} {shared_bytes} bytes of shared memory")
-    if max_cluster > _PORTABLE_CLUSTER:
-        _check(driver.cuFuncSetAttribute(function, _LARGE_CLUSTERS, 1), f"let {entry} have large clusters")
     return Kernel(function, entry, index, max(shared_bytes, _DEFAULT_SHARED_BYTES))
+
+
+def read_source(source: str) -> str:
+    """The text of ``deepinfer/kernels/cuda/<source>`` with the files that it includes in place of their names."""
+
+    def included(match: re.Match[str]) -> str:
+        return (SOURCES / match[1]).read_text()
+
+    return re.sub(r'^#include "(.+)"\n', included, (SOURCES / source).read_text(), flags=re.MULTILINE)
 
 
 def compile_cubin(source: str, defines: Mapping[str, int], architecture: str) -> bytes:
     """Machine code for ``architecture`` (``sm_90a``), from the cache or newly compiled. Needs NVRTC, but no GPU."""
-    text = (SOURCES / source).read_bytes()
+    text = read_source(source).encode()
     options = [*_OPTIONS, f"--gpu-architecture={architecture}", *(f"-D{k}={v}" for k, v in sorted(defines.items()))]
     nvrtc = _nvrtc()
     version = (ctypes.c_int(), ctypes.c_int())

@@ -84,7 +84,7 @@ def launch(
         q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, quantize_output, out, splits, warm_up
     )
     defines = definitions(heads, 2 * cos.shape[1], fp4, split_weights)
-    kernel = nvrtc.load_kernel(SOURCE, "sparse_attention_few", defines, q.device, max_cluster=SPLITS[-1])
+    kernel = nvrtc.load_kernel(SOURCE, "sparse_attention_few", defines, q.device)
     kernel.launch((rows * groups * splits, 1, 1), _THREADS, [packed], cluster=splits, overlap=True)
 
 
