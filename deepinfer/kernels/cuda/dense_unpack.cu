@@ -34,10 +34,10 @@ __device__ __forceinline__ void store_pair(u32* row, int column, u32 pair) {
   else row[column / 2] = pair;
 }
 
-// The scale of a block's column half (a bf16 times 2^120) over that of its rows, 2^(row_byte - 127). Tiles of zeros do
-// not count for the latter, so they may have a larger one.
+// The scale of a block's column half (a bf16 times 2^120) over that of its rows, 2^(row_byte - 127): at most 2^7, but of
+// tiles of zeros.
 __device__ __forceinline__ u32 over_row(u32 scale, u32 row_byte) {
-  return (u32)min(max((int)(scale >> 7) + 127 - (int)row_byte, 0), 247) << 7;
+  return (u32)min(max((int)(scale >> 7) + 127 - (int)row_byte, 0), 254) << 7;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)

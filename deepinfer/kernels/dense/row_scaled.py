@@ -28,6 +28,8 @@ MIN_OUTPUTS = 1024
 """Fewer outputs per group do not pay for the conversion of the activations: 3 bytes per value, against a gain of about
 ``2 * outputs`` operations at 770 instead of 1,200 TFLOP/s."""
 FAST_ACCUMULATION = False
+_MOST_ABOVE = 7
+"""A tile's scale is at most 2**7 times that of its rows: the kernel decodes times 2**120, and bf16 ends at 2**128."""
 
 
 def accepts(num_outputs: int, num_inputs: int, groups: int) -> bool:
@@ -46,8 +48,8 @@ class RowScaledWeight:
 
     def __init__(self, packed: Tensor, words: Tensor, shape: tuple[int, int]) -> None:
         self.packed, self.words, self.shape = packed, words, shape
-        self.tile_rows = largest_scales(_used_tiles(packed), _scale_bytes(words))
-        self.row_scales = scales_of_rows(self.tile_rows, shape[0])
+        self.row_bytes = block_scales(_largest_codes(packed), _scale_bytes(words))
+        self.row_scales = scales_of_rows(self.row_bytes, shape[0])
         """float32 ``[N]``"""
 
     def codes(self) -> Tensor:
@@ -57,7 +59,7 @@ class RowScaledWeight:
         codes = torch.empty(32 * packed.shape[0], columns, dtype=torch.float8_e4m3fn, device=packed.device)
         defines = {"K": columns, "ROW_SCALED": 1}
         kernel = nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", defines, packed.device)
-        kernel.launch((-(-num_blocks // 4), 1, 1), 128, (packed, self.words, codes, num_blocks, self.tile_rows))
+        kernel.launch((-(-num_blocks // 4), 1, 1), 128, (packed, self.words, codes, num_blocks, self.row_bytes))
         return codes[:rows]
 
 
@@ -71,24 +73,22 @@ class StoredRowScaledWeight:
     def __init__(self, codes: Tensor, scales: Tensor) -> None:
         self.stored = codes, scales
         rows, columns = codes.shape
-        used = torch.nn.functional.pad(codes & 0x7F, (0, -columns % 32, 0, -rows % 32))
-        self.tile_rows = largest_scales(used.unflatten(0, (-1, 32)).unflatten(2, (-1, 32)).amax((1, 3)) > 0, scales)
-        self.row_scales = scales_of_rows(self.tile_rows, rows)
+        sizes = torch.nn.functional.pad(codes & 0x7F, (0, -columns % 32, 0, -rows % 32))
+        self.row_bytes = block_scales(sizes.unflatten(0, (-1, 32)).unflatten(2, (-1, 32)).amax((1, 3)), scales)
+        self.row_scales = scales_of_rows(self.row_bytes, rows)
 
     def codes(self) -> Tensor:
         codes, scales = self.stored
         rows, columns = codes.shape
-        # What a tile is smaller than its row; a tile of zeros may have any scale.
-        shift = torch.minimum(scales.int() - self.tile_rows.int()[:, None], torch.zeros((), dtype=torch.int32))
+        shift = (scales.int() - self.row_bytes.int()[:, None]).clamp_max(_MOST_ABOVE)  # a tile of zeros has any scale
         factors = torch.exp2(shift.float()).repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
         return (codes.view(torch.float8_e4m3fn).float() * factors).to(torch.float8_e4m3fn)
 
 
-def _used_tiles(packed: Tensor) -> Tensor:
-    """bool ``[block rows, columns / 32]``: whether a 32x32 tile of a packed weight has a code other than zero."""
-    words = packed.view(*packed.shape[:2], 128, 16).view(torch.int64)  # a lane's 8 bytes of each column half
-    nonzero: Tensor = (words & 0x7F7F7F7F7F7F7F7F) != 0
-    return nonzero.any(2).flatten(1)
+def _largest_codes(packed: Tensor) -> Tensor:
+    """uint8 ``[block rows, columns / 32]``: the largest code without its sign of every 32x32 tile of a packed weight."""
+    halves = (packed & 0x7F).view(*packed.shape[:2], 128, 2, 8)  # a lane's 8 bytes of each column half
+    return halves.amax((2, 4)).flatten(1)
 
 
 def _scale_bytes(words: Tensor) -> Tensor:
@@ -97,15 +97,29 @@ def _scale_bytes(words: Tensor) -> Tensor:
     return (fields - 120).clamp_min(0).to(torch.uint8)
 
 
-def largest_scales(used: Tensor, scales: Tensor) -> Tensor:
-    """uint8 ``[block rows]``: the largest scale byte of the tiles that are used; 127 where none is."""
-    largest = torch.where(used, scales.int(), -1).amax(1)
-    return torch.where(largest < 0, 127, largest).to(torch.uint8)
+def block_scales(largest: Tensor, scales: Tensor) -> Tensor:
+    """The scale that 32 rows share, from those of their 32x32 tiles.
+
+    The smallest under which no code exceeds 448, but at most 2**7 below a tile's own. 1 for zeros.
+
+    Args:
+        largest: uint8 ``[block rows, tiles]``, the largest code without its sign; scales: uint8, the same shape.
+    Returns:
+        uint8 ``[block rows]``, ue8m0.
+    """
+    values = torch.arange(128, dtype=torch.uint8, device=scales.device).view(torch.float8_e4m3fn).float()
+    values[127] = 480.0  # the kernels know no NaN
+    sizes = values[largest.int()].double() * torch.exp2(scales.double() - 127)
+    fraction, exponent = torch.frexp(sizes.amax(1))
+    fitting = exponent - 9 + (fraction > 0.875) + 127  # 448 is 0.875 * 2**9
+    closest = torch.where(largest > 0, scales.int(), 0).amax(1) - _MOST_ABOVE
+    found = torch.where(fraction == 0, 127, torch.maximum(fitting, closest).clamp(0, 254))
+    return found.to(torch.uint8)
 
 
-def scales_of_rows(tile_rows: Tensor, rows: int) -> Tensor:
+def scales_of_rows(row_bytes: Tensor, rows: int) -> Tensor:
     """float32 ``[rows]`` of one scale byte for every 32 rows."""
-    return torch.exp2(tile_rows.float() - 127).repeat_interleave(32)[:rows].contiguous()
+    return torch.exp2(row_bytes.float() - 127).repeat_interleave(32)[:rows].contiguous()
 
 
 @triton.jit
