@@ -86,7 +86,7 @@ class StoredRowScaledWeight:
 
 
 def _largest_codes(packed: Tensor) -> Tensor:
-    """uint8 ``[block rows, columns / 32]``: the largest code without its sign of every 32x32 tile of a packed weight."""
+    """uint8 ``[block rows, columns / 32]``: the largest code, without its sign, of every 32x32 tile of a weight."""
     halves = (packed & 0x7F).view(*packed.shape[:2], 128, 2, 8)  # a lane's 8 bytes of each column half
     return halves.amax((2, 4)).flatten(1)
 
