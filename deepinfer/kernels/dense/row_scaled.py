@@ -174,16 +174,21 @@ def product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor
         weight: e4m3 ``[N, K]`` and float32 ``[N]``.
         out: bf16 or float32 ``[rows, N]``; rows may be strided.
     """
-    (codes, scales), (weight_codes, weight_scales) = x, weight
-    if codes.is_cuda:
-        torch._scaled_mm(
-            codes,
-            weight_codes.t(),
-            scale_a=scales[:, None],
-            scale_b=weight_scales[None],
-            out_dtype=out.dtype,
-            use_fast_accum=FAST_ACCUMULATION,
-            out=out,
-        )
+    if out.is_cuda:
+        library_product(x, weight, out)
     else:
+        (codes, scales), (weight_codes, weight_scales) = x, weight
         out.copy_((codes.float() * scales[:, None]) @ (weight_codes.float() * weight_scales[:, None]).t())
+
+
+def library_product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """:func:`product` by cuBLAS, which on Hopper multiplies its sums by the scales of both rows."""
+    torch._scaled_mm(
+        x[0],
+        weight[0].t(),
+        scale_a=x[1][:, None],
+        scale_b=weight[1][None],
+        out_dtype=out.dtype,
+        use_fast_accum=FAST_ACCUMULATION,
+        out=out,
+    )

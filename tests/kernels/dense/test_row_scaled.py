@@ -245,6 +245,24 @@ def test_groups_multiply_their_part_of_the_input(products, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_library_is_called_for_what_product_means(dtype, device):
+    weight, x = integer_weight(64, 96), integer_input(7, 96)
+    made, scales = row_scaled.StoredRowScaledWeight(*on(device, weight)), torch.exp2(torch.arange(64.0) % 5)
+    whole = torch.full((7, 128), torch.nan, dtype=dtype, device=device)
+    try:
+        operand = made.codes(), made.row_scales * scales.to(device)
+        row_scaled.library_product(row_scaled.row_codes(x.to(device)), operand, whole[:, 32:96])
+    except (NotImplementedError, RuntimeError) as error:
+        if device.type == "cuda":
+            raise
+        pytest.skip(f"this torch has no such product on a CPU: {error}")
+    assert torch.equal(whole[:, 32:96].cpu(), (exact(x, weight) * scales).to(dtype))
+    assert whole[:, :32].isnan().all()
+    assert whole[:, 96:].isnan().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("many")
 def test_an_input_is_rounded_on_the_way(products, device):
     weight, x = random_weight(64, 96), torch.randn(4, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
