@@ -143,7 +143,6 @@ def linear_of(packed: tuple, n: int, k: int, groups: int, plan: tuple[plans.Step
     linear = Fp8Linear.__new__(Fp8Linear)
     linear.num_outputs, linear.num_inputs, linear.groups, linear._stored = n, k, groups, None
     linear._use_packed(*packed, plan)
-    linear.use_fast(False)
     return linear
 
 

@@ -53,6 +53,9 @@ class Fp8Linear:
         is_fast: many rows may be multiplied in FP8.
     """
 
+    _row_scaled: row_scaled.RowScaledWeight | row_scaled.StoredRowScaledWeight | None = None
+    """Where many rows are multiplied in FP8."""
+
     def __init__(
         self,
         codes: Tensor,
@@ -77,7 +80,7 @@ class Fp8Linear:
 
     def use_fast(self, is_fast: bool) -> None:
         """Whether many rows may be multiplied in FP8 from now on; ``invariant`` products never are."""
-        self._row_scaled: row_scaled.RowScaledWeight | row_scaled.StoredRowScaledWeight | None = None
+        self._row_scaled = None
         if not is_fast or not row_scaled.accepts(self.num_outputs, self.num_inputs, self.groups):
             return
         if self._stored is not None:

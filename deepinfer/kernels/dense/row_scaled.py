@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.formats.e4m3 import q8_exponent, q8_groups
+from deepinfer.kernels.formats.e4m3 import q8_exponent
 from deepinfer.kernels.formats.float32 import power_of_two
 
 MIN_ROWS = 513
@@ -28,6 +28,7 @@ MIN_OUTPUTS = 1024
 """Fewer outputs per group do not pay for the conversion of the activations: 3 bytes per value, against a gain of about
 ``2 * outputs`` operations at 770 instead of 1,200 TFLOP/s."""
 FAST_ACCUMULATION = False
+_LARGEST = 3.4028234663852886e38
 _MOST_ABOVE = 7
 """A tile's scale is at most 2**7 times that of its rows: the kernel decodes times 2**120, and bf16 ends at 2**128."""
 
@@ -124,19 +125,21 @@ def scales_of_rows(row_bytes: Tensor, rows: int) -> Tensor:
 
 @triton.jit
 def _row_codes_kernel(
-    x_ptr, codes_ptr, scales_ptr, k, x_stride, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr
+    x_ptr, codes_ptr, scales_ptr, k, x_stride, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = columns < k
     x = tl.load(x_ptr + row * x_stride + columns, inside, other=0.0).to(tl.float32)
-    if QUANTIZE:
-        _, rounded, own = q8_groups(x)
-        x = rounded * tl.expand_dims(power_of_two(own), 1)
     size = tl.abs(x)
-    finite = size <= 3.4028234663852886e38
-    largest = tl.max(tl.max(tl.where(finite, size, 0.0), axis=1), axis=0)
-    exponent = q8_exponent(largest)
+    finite = size <= LARGEST
+    groups = tl.max(size, axis=1)
+    if QUANTIZE:
+        own = q8_exponent(tl.minimum(groups, LARGEST))
+        scaled = x * tl.expand_dims(power_of_two(-own), 1)
+        x = scaled.to(tl.float8e4nv).to(tl.float32) * tl.expand_dims(power_of_two(own), 1)
+        groups = tl.max(tl.abs(x), axis=1)
+    exponent = q8_exponent(tl.minimum(tl.max(groups, axis=0), LARGEST))
     codes = tl.where(finite, x * power_of_two(-exponent), float("nan")).to(tl.float8e4nv)
     tl.store(codes_ptr + row * k + columns, codes.to(tl.uint8, bitcast=True), inside)
     tl.store(scales_ptr + row, power_of_two(exponent))
@@ -160,7 +163,7 @@ def row_codes(x: Tensor, quantize: bool = False, num_warps: int | None = None) -
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     groups = triton.next_power_of_2(triton.cdiv(k, 32))
     _row_codes_kernel[(rows,)](
-        x, codes, scales, k, x.stride(0), QUANTIZE=quantize, GROUPS=groups,
+        x, codes, scales, k, x.stride(0), QUANTIZE=quantize, GROUPS=groups, LARGEST=_LARGEST,
         num_warps=num_warps or min(16, max(1, groups // 32)),
     )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales
