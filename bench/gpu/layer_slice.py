@@ -245,9 +245,17 @@ def measure_prefill(subject: Slice, tokens: int, chunk: int, precision: str, wan
 
 def set_precision(subject: Slice, precision: str) -> None:
     """Both precisions use the same weights, so one loaded slice measures both."""
+    is_fast = precision == "fast"
     for layer in subject.model.layers:
-        layer.attention.split_weights = precision != "fast"
-        layer.feed_forward.experts.precision = precision  # type: ignore[attr-defined]
+        attention, feed_forward = layer.attention, layer.feed_forward
+        attention.split_weights = not is_fast
+        feed_forward.experts.precision = precision  # type: ignore[attr-defined]
+        products = [attention.query_and_key, attention.query, attention.output_a, attention.output_b]
+        products += [feed_forward.gate_up, feed_forward.down]
+        if layer.engram is not None:
+            products.append(layer.engram.projection)
+        for product in products:
+            product.use_fast(is_fast)
 
 
 def attempt(name: str, run: Callable[[], dict[str, Any]], results: list[dict[str, Any]]) -> None:

@@ -67,6 +67,7 @@ def step_shape(config: EngineConfig) -> StepShape:
         num_graphs=len(steps) + len(drafts),
         num_drafts=limits.num_speculative_tokens,
         max_graph_drafts=drafts[-1] if drafts else 0,
+        is_fast=config.numerics == "fast",
     )
 
 

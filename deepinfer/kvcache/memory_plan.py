@@ -58,6 +58,8 @@ class StepShape:
     """Tokens of a draft's block."""
     max_graph_drafts: int = 0
     """Sequences of the largest draft that is a graph."""
+    is_fast: bool = False
+    """Numerics ``fast``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
     """
     rows, sampled, hidden = shape.max_rows, shape.max_sampled_rows, text.hidden_size
     trunk = 3 * text.hc_mult * hidden  # old, new, and one in flight
-    sublayers = sublayer_bytes(text, rows)
+    sublayers = sublayer_bytes(text, rows, shape.is_fast)
     largest = ", ".join(f"{name} {size:,}" for name, size in sublayers.items())
     features = len(text.dspark_target_layer_ids) * hidden if shape.num_drafts else 0
     candidates = text.candidate_topk_blocks * text.candidate_block_size if text.candidate_source_layer_id else 0

@@ -7,6 +7,8 @@ the size of its blocks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from deepinfer.config.model import TextConfig
 
 EXPERT_BLOCK = 16
@@ -14,15 +16,36 @@ EXPERT_BLOCK = 16
 _BF16, _FLOAT = 2, 4
 
 
-def sublayer_bytes(text: TextConfig, rows: int) -> dict[str, int]:
-    """Bytes by sublayer of a step of ``rows`` rows."""
-    found = {"attention": _attention(text, rows), "experts": _experts(text, rows)}
+def sublayer_bytes(text: TextConfig, rows: int, is_fast: bool = False) -> dict[str, int]:
+    """Bytes by sublayer of a step of ``rows`` rows.
+
+    Args:
+        is_fast: dense products of many rows are in FP8.
+    """
+    copies = _Copies(rows, is_fast)
+    found = {"attention": _attention(text, rows, copies), "experts": _experts(text, rows, copies)}
     if text.engram_layer_ids:
-        found["n-gram memory"] = _engram(text, rows)
+        found["n-gram memory"] = _engram(text, rows, copies)
     return found
 
 
-def _attention(text: TextConfig, rows: int) -> int:
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """What a product of more than a few hundred rows makes besides its result, one product at a time."""
+
+    rows: int
+    is_fast: bool
+
+    def largest(self, *shapes: tuple[int, int]) -> int:
+        """Bytes of the largest of these products with FP8 weights ``(outputs, inputs)``: the weight in bf16, or in FP8
+        beside the input in FP8 with a scale per row."""
+        widened = max(outputs * inputs for outputs, inputs in shapes) * _BF16
+        if not self.is_fast:
+            return widened
+        return max(widened, *(outputs * inputs + self.rows * (inputs + _FLOAT) for outputs, inputs in shapes))
+
+
+def _attention(text: TextConfig, rows: int, copies: _Copies) -> int:
     """All of it lives until the output is made: input and its rounding, latents, key records (fewer bytes than a bf16
     key), queries with those of the index, context, the low-rank output, the output."""
     hidden, latent, low = text.hidden_size, text.q_lora_rank, text.o_groups * text.o_lora_rank
@@ -30,11 +53,11 @@ def _attention(text: TextConfig, rows: int) -> int:
     queries = context + (text.index_n_heads * text.index_head_dim if text.index_source_layer_ids else 0)
     projected = latent + text.head_dim
     width = 2 * hidden + projected + latent + text.head_dim + queries + context + low + hidden
-    matrices = (projected * hidden, queries * latent, low * context // text.o_groups, hidden * low)
-    return rows * width * _BF16 + _widened(*matrices)
+    weights = ((projected, hidden), (queries, latent), (low, context // text.o_groups), (hidden, low))
+    return rows * width * _BF16 + copies.largest(*weights)
 
 
-def _experts(text: TextConfig, rows: int) -> int:
+def _experts(text: TextConfig, rows: int, copies: _Copies) -> int:
     """The routed experts' products, or the sum of their outputs with the shared expert's; beside both the input, its
     rounding, and float32 gate and up of the shared expert.
 
@@ -48,16 +71,11 @@ def _experts(text: TextConfig, rows: int) -> int:
     hopper = filled * (hidden + width) * _BF16
     triton = pairs * (2 * width * _FLOAT + (width + hidden) * _BF16)
     adding = filled * hidden * _BF16 + rows * (width + 2 * hidden) * _BF16
-    return beside + max(hopper, triton, adding) + _widened(2 * width * hidden)
+    return beside + max(hopper, triton, adding) + copies.largest((2 * width, hidden), (hidden, width))
 
 
-def _engram(text: TextConfig, rows: int) -> int:
+def _engram(text: TextConfig, rows: int, copies: _Copies) -> int:
     """Table rows, and the keys of all streams and the value that are made of them."""
     found = (text.engram_max_ngram_size - 1) * text.engram_n_heads * text.engram_head_dim
     made = (text.hc_mult + 1) * text.hidden_size
-    return rows * (found + made) * _BF16 + _widened(made * found)
-
-
-def _widened(*matrices: int) -> int:
-    """The largest of these FP8 weights in bf16: products of more than a few hundred rows make a copy, one at a time."""
-    return max(matrices) * _BF16
+    return rows * (found + made) * _BF16 + copies.largest((made, found))

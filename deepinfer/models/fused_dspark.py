@@ -38,9 +38,9 @@ class FusedDSpark:
             FusedLayer(config, LayerPlan(layer_id=stage, ratio=0, mode=IndexMode.NONE), child, experts, make_experts)
             for stage, child in enumerate(stages)
         ]
-        self.feature_projection = Fp8Linear(*stages[0].fp8("main_proj.weight"))
+        self.feature_projection = Fp8Linear(*stages[0].fp8("main_proj.weight"), is_fast=weights.is_fast)
         self.feature_norm = stages[0].bf16("main_norm.weight")
-        self.context_keys = [Fp8Linear(*child.fp8("attn.wkv.weight")) for child in stages]
+        self.context_keys = [Fp8Linear(*child.fp8("attn.wkv.weight"), is_fast=child.is_fast) for child in stages]
         last = stages[-1]
         self.norm = last.bf16("norm.weight")
         self.markov_embedding = last.bf16("markov_head.embed.weight")
@@ -53,14 +53,17 @@ class FusedDSpark:
         Args:
             features: per target layer ``[rows, hidden]`` bf16.
         """
-        joined = q8_round_(torch.cat(features, dim=-1))
-        projected = self.feature_projection.forward(joined, invariant=self.backbone.invariant)
+        joined, invariant = torch.cat(features, dim=-1), self.backbone.invariant
+        rounds = self.feature_projection.can_quantize_input(len(joined), invariant=invariant)
+        if not rounds:
+            q8_round_(joined)
+        projected = self.feature_projection.forward(joined, quantize_input=rounds, invariant=invariant)
         _, context = norm_rounded(projected, self.feature_norm, self.config.rms_norm_eps)
         cos, sin = rows.plain_angles
         for layer, product, cache in zip(self.layers, self.context_keys, caches.draft, strict=True):
             norm = layer.attention.key_norm
             key_records(
-                product.forward(context, invariant=self.backbone.invariant),
+                product.forward(context, invariant=invariant),
                 norm,
                 self.config.rms_norm_eps,
                 cos,

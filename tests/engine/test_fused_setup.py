@@ -85,6 +85,8 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     assert shapes["startup"].num_graphs == len(decoding) + len(drafting)
     assert shapes["startup"].max_graph_drafts == 16
     assert shapes["off"].num_graphs == shapes["off"].max_graph_drafts == 0
+    assert not shapes["off"].is_fast
+    assert step_shape(replace(config, numerics="fast")).is_fast
     text = tiny_config(vision=False).text
     reserves = {
         mode: {item.name: item.num_bytes for item in step_reserves(text, shape)} for mode, shape in shapes.items()

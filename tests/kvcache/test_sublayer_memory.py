@@ -34,3 +34,11 @@ def test_the_ngram_memory_counts_where_there_is_one() -> None:
     assert "n-gram memory" not in sublayer_bytes(released_text(), 512)
     found = sublayer_bytes(released_config().text, 512)
     assert found["n-gram memory"] == 512 * (6144 + 25600) * 2 + 6144 * 25600 * 2
+
+
+def test_fast_products_copy_their_inputs_as_well() -> None:
+    text = released_text()
+    assert sublayer_bytes(text, 512, is_fast=True) == sublayer_bytes(text, 512)
+    few, many = sublayer_bytes(text, 8192), sublayer_bytes(text, 8192, is_fast=True)
+    assert many["attention"] - few["attention"] == 8192 * 5120 + 8192 * (8192 + 4) - 36864 * 1280 * 2
+    assert many["experts"] - few["experts"] == 4608 * 5120 + 8192 * (5120 + 4) - 4608 * 5120 * 2

@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ _FEW = 0.01
 """Share of values that the first rounding to fall the other way may touch."""
 
 
-def fused_runner(engine: Engine, path: Path) -> Any:
+def fused_runner(engine: Engine, path: Path, precision: Literal["faithful", "fast"] = "faithful") -> Any:
     """A runner of the fused model with the weights and cache sizes of ``engine``."""
     from deepinfer.checkpoint.device_loader import DeviceLoader
     from deepinfer.models.fused_loading import load_fused
@@ -48,7 +48,9 @@ def fused_runner(engine: Engine, path: Path) -> Any:
     assert tokenizer is not None
     vocab = load_compressed_vocab(tokenizer, config.text)
     token_map = torch.tensor(vocab.token_map, dtype=torch.int64)
-    model = load_fused(config, loader, cpu, token_map=token_map, num_compressed=vocab.size, max_rows=16)
+    model = load_fused(
+        config, loader, cpu, precision=precision, token_map=token_map, num_compressed=vocab.size, max_rows=16
+    )
     return FusedRunner(config.text, model, engine.runner.caches.geometry, cpu)
 
 
@@ -96,3 +98,46 @@ def test_layers_are_equal_until_the_first_rounding_that_falls_the_other_way(tmp_
         if num_equal[-1] < len(names):
             break  # the caches differ from here on
     assert num_equal[0] >= 6, f"the first {num_equal[0]} sublayers of {len(names)} are equal"
+
+
+def test_fast_prefill_stays_near_faithful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``fast`` changes in a chunk of many rows, but for the accumulators of FP8 tensor cores."""
+    from deepinfer.kernels.dense import row_scaled
+
+    monkeypatch.setattr(row_scaled, "MIN_OUTPUTS", 16)
+    num_products, product = 0, row_scaled.product
+
+    def counted(*arguments: Any) -> None:
+        nonlocal num_products
+        num_products += 1
+        product(*arguments)
+
+    monkeypatch.setattr(row_scaled, "product", counted)
+    path = make_checkpoint(tmp_path / "model")
+    engine = make_engine(path, num_speculative_tokens=0)
+    plan = StepPlan(0, (chunk_of(random_ids(60), 0, 4, (5, 2, 9), 3),))
+    runner = fused_runner(engine, path, "fast")
+    runner.fused.layers = runner.fused.layers[:3]
+    found = record_layers(runner)
+    names = [f"layers.{layer}.{kind}.input" for layer in range(3) for kind in ("attn", "ffn")]
+
+    def run(min_rows: int, split_weights: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        monkeypatch.setattr(row_scaled, "MIN_ROWS", min_rows)
+        for layer in runner.fused.layers:
+            layer.attention.split_weights = split_weights
+        return runner.run(plan).sample_logits().clone(), dict(found)
+
+    def error(one: Tensor, other: Tensor) -> float:
+        return float((one.float() - other.float()).norm() / other.float().norm())
+
+    assert not any(layer.attention.split_weights for layer in runner.fused.layers)
+    logits, expected = run(min_rows=5, split_weights=True)  # a row too few
+    assert num_products == 0
+    by_products, inputs = run(min_rows=4, split_weights=True)
+    assert num_products == 3 * 5 + 3 * 4 + 1, "six in every layer, one of them in four groups, and the n-gram memory's"
+    assert compare(expected, inputs, names) >= 2, "their operands are nearly exact"
+    assert 0 < error(by_products, logits) < 0.02
+    # Softmax weights in one part flip roundings of the first layer already, and later ones carry them on.
+    whole, inputs = run(min_rows=4, split_weights=False)
+    assert 0 < error(inputs[names[1]], expected[names[1]]) < 0.02
+    assert 0 < error(whole, logits) < 0.1

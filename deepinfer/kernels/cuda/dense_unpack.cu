@@ -1,16 +1,26 @@
-// Packed FP8 weights (dense/packing.py) to bf16 [N, K] rows: what cuBLAS reads when there are many activation rows.
-// Compile-time constants: K (columns that exist).
+// Packed FP8 weights (dense/packing.py) to [N, K] rows: what cuBLAS reads when there are many activation rows.
+// Compile-time constants: K (columns that exist), ROW_SCALED (1: to e4m3 codes with one scale for each 32 rows, see
+// dense/row_scaled.py; 0: to bf16).
 
+typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
 
 #define NUM_CHUNKS ((K + 63) / 64)
 #define WARPS 4
-#define ROW_WORDS 36  // 32 words of two columns; padded so that eight rows meet no bank twice
+// Words of a row's 64 columns, padded so that what a warp writes at a time meets few banks twice.
+#define ROW_WORDS (ROW_SCALED ? 20 : 36)
+#define WORD_COLUMNS (ROW_SCALED ? 4 : 2)
 
 // ---------------------------------------------------------------- instructions
 __device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
   asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
   return a;
+}
+__device__ __forceinline__ u16 to_e4m3(float low, float high) {  // two codes
+  u16 codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
 }
 
 // ---------------------------------------------------------------- the kernel
@@ -18,15 +28,31 @@ __device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {  // see dense
   return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
 }
 
+// Two neighbouring columns, as they are kept in a row.
+__device__ __forceinline__ void store_pair(u32* row, int column, u32 pair) {
+  if (ROW_SCALED) ((u16*)row)[column / 2] = to_e4m3(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+  else row[column / 2] = pair;
+}
+
+// The scale of a block's column half (a bf16 times 2^120) over that of its rows, 2^(row_byte - 127): at most 2^7, but of
+// tiles of zeros.
+__device__ __forceinline__ u32 over_row(u32 scale, u32 row_byte) {
+  return (u32)min(max((int)(scale >> 7) + 127 - (int)row_byte, 0), 254) << 7;
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 dense_unpack(const uint4* __restrict__ weights, const u32* __restrict__ scales, char* __restrict__ wide,
-             int num_blocks) {
+             int num_blocks, const u8* __restrict__ row_bytes) {
   __shared__ __align__(16) u32 shared[WARPS][32][ROW_WORDS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int block = blockIdx.x * WARPS + warp;
   if (block >= num_blocks) return;
   const int block_row = block / NUM_CHUNKS, chunk = block % NUM_CHUNKS;
-  const u32 pair = scales[block];
+  u32 pair = scales[block];
+  if (ROW_SCALED) {
+    const u32 row_byte = row_bytes[block_row];
+    pair = over_row(pair & 0xFFFF, row_byte) | over_row(pair >> 16, row_byte) << 16;
+  }
   u32(*tile)[ROW_WORDS] = shared[warp];
 #pragma unroll
   for (int piece = 0; piece < 4; ++piece) {
@@ -35,18 +61,18 @@ dense_unpack(const uint4* __restrict__ weights, const u32* __restrict__ scales, 
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const u32 scale = __byte_perm(pair, pair, q < 2 ? 0x1010 : 0x3232);
-      tile[piece * 8 + g][q * 8 + t] = decode_pair(words[q], scale);
-      tile[piece * 8 + g][q * 8 + 4 + t] = decode_pair(words[q] << 8, scale);
+      store_pair(tile[piece * 8 + g], q * 16 + 2 * t, decode_pair(words[q], scale));
+      store_pair(tile[piece * 8 + g], q * 16 + 8 + 2 * t, decode_pair(words[q] << 8, scale));
     }
   }
   __syncwarp();
-  const int columns = min(64, K - chunk * 64);
+  const int columns = min(64, K - chunk * 64), each = 4 * WORD_COLUMNS, lanes = 64 / each, bytes = 4 / WORD_COLUMNS;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {  // 8 lanes write the 128 bytes of a row
-    const int row = i * 4 + lane / 8, column = lane % 8 * 8;
+  for (int i = 0; i < lanes; ++i) {  // `lanes` lanes write a row's columns, 16 bytes each
+    const int row = i * (32 / lanes) + lane / lanes, column = lane % lanes * each;
     if (column < columns) {
-      const uint4 value = *(const uint4*)&tile[row][column / 2];
-      *(uint4*)(wide + ((long long)(block_row * 32 + row) * K + chunk * 64 + column) * 2) = value;
+      const uint4 value = *(const uint4*)&tile[row][column / WORD_COLUMNS];
+      *(uint4*)(wide + ((long long)(block_row * 32 + row) * K + chunk * 64 + column) * bytes) = value;
     }
   }
 }

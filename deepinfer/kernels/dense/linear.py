@@ -6,7 +6,8 @@ cores, sums in float32 and rounds once.
 
 - few rows: reads the packed weights once, activations in registers and shared memory (``dense_skinny.cu``);
 - tens to hundreds: decodes the weights on the way into ``wgmma`` (``dense_wgmma.cu``);
-- more: FP8 weights are widened into a scratch matrix and multiplied by cuBLAS;
+- more: FP8 weights are widened into a scratch matrix and multiplied by cuBLAS; with ``is_fast`` they stay FP8 there,
+  and cuBLAS multiplies in FP8 (:mod:`deepinfer.kernels.dense.row_scaled`);
 - other devices and the interpreter: Triton.
 
 :mod:`deepinfer.kernels.dense.plans` has the limits between them. Within one of its steps, and in Triton, a row's
@@ -17,14 +18,15 @@ where it takes the shape, the few-row kernel (in passes) elsewhere.
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.dense import linear_triton, packing, plans
+from deepinfer.kernels.dense import linear_triton, packing, plans, row_scaled
 from deepinfer.kernels.dense.skinny_cuda import PASSES_OF_64, Geometry, SkinnyProduct
 from deepinfer.kernels.dense.wgmma_cuda import WgmmaProduct
 
@@ -51,10 +53,13 @@ class Fp8Linear:
         scales: ``[ceil(N / 32), ceil(K / 32)]`` uint8, one ue8m0 byte per 32x32 tile.
         groups: 1, or the output groups of ``wo_a``; ``N / groups`` is a multiple of 32.
         plan: kernels by number of rows, default by shape.
+        is_fast: many rows may be multiplied in FP8.
     """
 
     next: Fp8Linear | None = None
     """The product that follows in a forward: where memory is idle, its weight is fetched into L2 ahead."""
+    _row_scaled: row_scaled.RowScaledWeight | row_scaled.StoredRowScaledWeight | None = None
+    """Where many rows are multiplied in FP8."""
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class Fp8Linear:
         *,
         groups: int = 1,
         plan: Sequence[plans.Step] | None = None,
+        is_fast: bool = False,
     ) -> None:
         self.num_outputs, self.num_inputs = codes.shape
         self.groups = groups
@@ -75,6 +81,18 @@ class Fp8Linear:
             torch.cuda.synchronize(codes.device)  # overlapped launches read the weights without waiting for anything
         else:
             self._stored = codes, scales
+        self.use_fast(is_fast)
+
+    def use_fast(self, is_fast: bool) -> None:
+        """Whether many rows may be multiplied in FP8 from now on; ``invariant`` products never are."""
+        self._row_scaled = None
+        if not is_fast or not row_scaled.accepts(self.num_outputs, self.num_inputs, self.groups):
+            return
+        if self._stored is not None:
+            self._row_scaled = row_scaled.StoredRowScaledWeight(*self._stored)
+        else:
+            assert self._packed is not None
+            self._row_scaled = row_scaled.RowScaledWeight(*self._packed, (self.num_outputs, self.num_inputs))
 
     def _use_packed(self, packed: Tensor, words: Tensor, plan: Sequence[plans.Step] | None) -> None:
         self._packed = packed, words
@@ -120,6 +138,7 @@ class Fp8Linear:
         xq: Tensor,
         out: Tensor | None = None,
         *,
+        quantize_input: bool = False,
         quantize_output: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         invariant: bool = False,
@@ -132,6 +151,7 @@ class Fp8Linear:
             xq: bf16 ``[rows, K]``, or ``[rows, groups, K]`` (also flat); rows may be strided (a multiple of 8), aligned
                 to 16 bytes.
             out: ``[rows, N]`` contiguous, optional; its dtype wins over ``dtype``.
+            quantize_input: round ``xq`` by Q8 in groups of 32 along K first, where :meth:`can_quantize_input`.
             quantize_output: round the bf16 result by Q8 in groups of 32 along N; bf16 values.
             dtype: bf16 or float32.
             invariant: the same order of summation for every number of rows.
@@ -145,13 +165,16 @@ class Fp8Linear:
         assert x.shape[1] == self.groups * self.num_inputs, (x.shape, self.groups, self.num_inputs)
         if out is None:
             out = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
+        is_fast = self._multiplies_fp8(rows, invariant)
+        assert is_fast or not quantize_input
         if rows == 0:
             return out
-        if self._stored is not None:
-            linear_triton.product(x, *self._stored, out, self.groups, quantize_output)
-            return out
         beside &= overlap
-        if invariant:
+        if is_fast:
+            self._many_rows_fp8(x, out, quantize_input, quantize_output)
+        elif self._stored is not None:
+            linear_triton.product(x, *self._stored, out, self.groups, quantize_output)
+        elif invariant:
             self._invariant(x, out, quantize_output, overlap, beside, self._next_weight)
         elif (product := self._product(rows)) is not None:
             product(x, out, quantize_output, overlap, beside, self._next_weight)
@@ -160,6 +183,15 @@ class Fp8Linear:
         return out
 
     __call__ = forward
+
+    def can_quantize_input(self, rows: int, *, invariant: bool = False) -> bool:
+        """Whether the product of ``rows`` rows converts its input anyway, so that it can round it for nothing."""
+        return self._multiplies_fp8(rows, invariant) and self.num_inputs % 32 == 0
+
+    def _multiplies_fp8(self, rows: int, invariant: bool) -> bool:
+        if self._row_scaled is None or invariant or rows < row_scaled.MIN_ROWS:
+            return False
+        return self._stored is not None or self._product(rows) is None
 
     def partial_sums(self, xq: Tensor, *, overlap: bool = False) -> Tensor | None:
         """``[slices, rows, N]`` float32, where the plan finds it faster to leave their addition to the reader.
@@ -187,13 +219,25 @@ class Fp8Linear:
 
     def _many_rows(self, x: Tensor, out: Tensor, quantize_output: bool) -> None:
         wide = self.widen()
-        group_n = self.num_outputs // self.groups
-        for group in range(self.groups):
-            part = slice(group * group_n, (group + 1) * group_n)
-            columns = slice(group * self.num_inputs, (group + 1) * self.num_inputs)
+        for part, columns in self._group_parts():
             _cublas(x[:, columns], wide[part], out[:, part])
         if quantize_output:
             linear_triton.q8_round_(out)
+
+    def _many_rows_fp8(self, x: Tensor, out: Tensor, quantize_input: bool, quantize_output: bool) -> None:
+        assert self._row_scaled is not None
+        codes, scales = self._row_scaled.codes(), self._row_scaled.row_scales
+        for part, columns in self._group_parts():  # one at a time: the L2 may still hold the codes that were made last
+            converted = row_scaled.row_codes(x[:, columns], quantize_input)
+            row_scaled.product(converted, (codes[part], scales[part]), out[:, part])
+        if quantize_output:
+            linear_triton.q8_round_(out)
+
+    def _group_parts(self) -> Iterator[tuple[slice, slice]]:
+        """Rows of the weight and columns of the input of every group."""
+        outputs, inputs = self.num_outputs // self.groups, self.num_inputs
+        for group in range(self.groups):
+            yield slice(group * outputs, (group + 1) * outputs), slice(group * inputs, (group + 1) * inputs)
 
     def widen(self) -> Tensor:
         """The exact weight as a new bf16 ``[N, K]``."""
@@ -203,8 +247,9 @@ class Fp8Linear:
         packed, words = self._packed
         num_blocks = packed.shape[0] * packed.shape[1]
         wide = torch.empty(32 * packed.shape[0], self.num_inputs, dtype=torch.bfloat16, device=packed.device)
-        kernel = nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", {"K": self.num_inputs}, packed.device)
-        kernel.launch((-(-num_blocks // 4), 1, 1), 128, (packed, words, wide, num_blocks))
+        defines = {"K": self.num_inputs, "ROW_SCALED": 0}
+        kernel = nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", defines, packed.device)
+        kernel.launch((-(-num_blocks // 4), 1, 1), 128, (packed, words, wide, num_blocks, ctypes.c_void_p()))
         return wide[: self.num_outputs]
 
 
@@ -222,8 +267,9 @@ class GroupedFp8Linear(Fp8Linear):
         groups: int,
         *,
         plan: Sequence[plans.Step] | None = None,
+        is_fast: bool = False,
     ) -> None:
-        super().__init__(codes, scales, groups=groups, plan=plan)
+        super().__init__(codes, scales, groups=groups, plan=plan, is_fast=is_fast)
 
 
 class Bf16Linear:

@@ -30,13 +30,14 @@ class Attention:
         """Softmax weights enter the product with 16 bits instead of 8: their rounding then flips no later one."""
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.groups = config.o_groups
-        self.query_and_key = Fp8Linear(*weights.fp8("wq_a.weight", "wkv.weight"))
+        is_fast = weights.is_fast
+        self.query_and_key = Fp8Linear(*weights.fp8("wq_a.weight", "wkv.weight"), is_fast=is_fast)
         self.query_norm, self.key_norm = weights.bf16("q_norm.weight"), weights.bf16("kv_norm.weight")
         # The indexer's queries come from the same latent: one product makes both.
         names = ("wq_b.weight", "indexer.wq_b.weight") if plan.owns_indexer else ("wq_b.weight",)
-        self.query = Fp8Linear(*weights.fp8(*names))
-        self.output_a = GroupedFp8Linear(*weights.fp8("wo_a.weight"), groups=self.groups)
-        self.output_b = Fp8Linear(*weights.fp8("wo_b.weight"))
+        self.query = Fp8Linear(*weights.fp8(*names), is_fast=is_fast)
+        self.output_a = GroupedFp8Linear(*weights.fp8("wo_a.weight"), groups=self.groups, is_fast=is_fast)
+        self.output_b = Fp8Linear(*weights.fp8("wo_b.weight"), is_fast=is_fast)
         self.query_and_key.next, self.output_a.next = self.query, self.output_b
         self.sink = weights.fp32("attn_sink")
         self.compressor = Compressor(config, plan, weights) if plan.owns_kv else None
@@ -83,11 +84,13 @@ class Attention:
         if records is not None:
             store_ring(records, rows.ring_slot, own.window.data)
         context = context.view(-1, self.groups, context.shape[1] // self.groups)
-        low = self.output_a.forward(context, quantize_output=True, overlap=True, invariant=self.invariant)
-        sums = None if self.invariant else self.output_b.partial_sums(low, overlap=True)
+        # Either product can round what is between them; where the second converts it anyway, that is the cheaper place.
+        second = self.output_b.can_quantize_input(len(context), invariant=self.invariant)
+        low = self.output_a.forward(context, quantize_output=not second, overlap=True, invariant=self.invariant)
+        sums = None if self.invariant or second else self.output_b.partial_sums(low, overlap=True)
         if sums is not None:
             return SplitSums(sums)
-        return self.output_b.forward(low, overlap=True, invariant=self.invariant)
+        return self.output_b.forward(low, quantize_input=second, overlap=True, invariant=self.invariant)
 
     def publish(self, inputs: SublayerInput, step: FusedStep, caches: Sequence[LayerCaches]) -> None:
         """Write the entries and index keys that the rows complete, at a KV source."""

@@ -27,7 +27,7 @@ class Engram:
     def __init__(self, config: TextConfig, weights: PackedSource, placement: EngramPlacement) -> None:
         self.eps, self.placement, self.invariant = config.rms_norm_eps, placement, weights.invariant
         source = weights.child("engram")
-        self.projection = Fp8Linear(*source.fp8("wkv.weight"))
+        self.projection = Fp8Linear(*source.fp8("wkv.weight"), is_fast=source.is_fast)
         self.gate_weight = source.fp32("q_weight") * source.fp32("k_weight")
 
     def begin(self, ngram_ids: Tensor) -> None:

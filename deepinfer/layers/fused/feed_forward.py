@@ -35,8 +35,9 @@ class FeedForward:
         bias, image_bias = weights.fp32("gate.bias"), weights.fp32("gate.bias_vl")
         self.router = Router(weights.bf16("gate.weight"), bias, image_bias, num_selected, scale)
         self.experts = make_experts(weights)
-        self.gate_up = Fp8Linear(*weights.fp8("shared_experts.w1.weight", "shared_experts.w3.weight"))
-        self.down = Fp8Linear(*weights.fp8("shared_experts.w2.weight"))
+        shared = ("shared_experts.w1.weight", "shared_experts.w3.weight")
+        self.gate_up = Fp8Linear(*weights.fp8(*shared), is_fast=weights.is_fast)
+        self.down = Fp8Linear(*weights.fp8("shared_experts.w2.weight"), is_fast=weights.is_fast)
 
     def forward(self, inputs: SublayerInput, step: FusedStep, is_image: Tensor | None = None) -> Update:
         """Outputs of the chosen experts and of the shared one, each rounded to bf16, not yet added up.

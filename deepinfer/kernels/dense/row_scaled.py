@@ -1,0 +1,197 @@
+"""Products in FP8 with one scale per row: what ``numerics="fast"`` multiplies many rows with.
+
+Tensor cores take e4m3 codes and no scale per group, so both operands are brought to one power of two per row: of the
+activations, and of the weights (one for the 32 rows of a tile). e4m3 is a float format: under powers of two it keeps
+its three mantissa bits, and the model's own values, codes of groups of 32, are the same values with the scale of the
+row. That holds down to 2**-6 of the row's scale, which is 2**-14.8 of its largest value; what lies below is rounded
+to a multiple of 2**-9 of the scale, with an error of at most 2**-18.8 of the largest. Operands are thus nearly exact.
+What differs from ``faithful`` is the accumulator: FP8 tensor cores add with about 14 bits. cuBLAS moves their sums to
+float32 every few steps unless ``FAST_ACCUMULATION`` lets them run on.
+
+Values that are not finite become NaN, and so does the row's result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels import nvrtc
+from deepinfer.kernels.formats.e4m3 import q8_exponent
+from deepinfer.kernels.formats.float32 import power_of_two
+
+MIN_ROWS = 513
+"""Fewer activation rows are multiplied as in ``faithful``."""
+MIN_OUTPUTS = 1024
+"""Fewer outputs per group do not pay for the conversion of the activations: 3 bytes per value, against a gain of about
+``2 * outputs`` operations at 770 instead of 1,200 TFLOP/s."""
+FAST_ACCUMULATION = False
+_LARGEST = 3.4028234663852886e38
+_MOST_ABOVE = 7
+"""A tile's scale is at most 2**7 times that of its rows: the kernel decodes times 2**120, and bf16 ends at 2**128."""
+
+
+def accepts(num_outputs: int, num_inputs: int, groups: int) -> bool:
+    """Whether the product takes the shape and gains by it."""
+    per_group = num_outputs // groups
+    return num_inputs % 16 == 0 and per_group % 16 == 0 and per_group >= MIN_OUTPUTS
+
+
+class RowScaledWeight:
+    """Makes the operand of an FP8 weight, and keeps its scales.
+
+    Args:
+        packed, words: of :mod:`deepinfer.kernels.dense.packing`.
+        shape: rows and columns of the weight that exist.
+    """
+
+    def __init__(self, packed: Tensor, words: Tensor, shape: tuple[int, int]) -> None:
+        self.packed, self.words, self.shape = packed, words, shape
+        self.row_bytes = block_scales(_largest_codes(packed), _scale_bytes(words))
+        self.row_scales = scales_of_rows(self.row_bytes, shape[0])
+        """float32 ``[N]``"""
+
+    def codes(self) -> Tensor:
+        """New e4m3 ``[N, K]``: times ``row_scales`` the weight."""
+        (rows, columns), packed = self.shape, self.packed
+        num_blocks = packed.shape[0] * packed.shape[1]
+        codes = torch.empty(32 * packed.shape[0], columns, dtype=torch.float8_e4m3fn, device=packed.device)
+        defines = {"K": columns, "ROW_SCALED": 1}
+        kernel = nvrtc.load_kernel("dense_unpack.cu", "dense_unpack", defines, packed.device)
+        kernel.launch((-(-num_blocks // 4), 1, 1), 128, (packed, self.words, codes, num_blocks, self.row_bytes))
+        return codes[:rows]
+
+
+class StoredRowScaledWeight:
+    """The meaning of :class:`RowScaledWeight`, of a weight as it is stored; for devices without the CUDA kernels.
+
+    Args:
+        codes: uint8 ``[N, K]``; scales: uint8 ``[ceil(N / 32), ceil(K / 32)]``.
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor) -> None:
+        self.stored = codes, scales
+        rows, columns = codes.shape
+        sizes = torch.nn.functional.pad(codes & 0x7F, (0, -columns % 32, 0, -rows % 32))
+        self.row_bytes = block_scales(sizes.unflatten(0, (-1, 32)).unflatten(2, (-1, 32)).amax((1, 3)), scales)
+        self.row_scales = scales_of_rows(self.row_bytes, rows)
+
+    def codes(self) -> Tensor:
+        codes, scales = self.stored
+        rows, columns = codes.shape
+        shift = (scales.int() - self.row_bytes.int()[:, None]).clamp_max(_MOST_ABOVE)  # a tile of zeros has any scale
+        factors = torch.exp2(shift.float()).repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
+        return (codes.view(torch.float8_e4m3fn).float() * factors).to(torch.float8_e4m3fn)
+
+
+def _largest_codes(packed: Tensor) -> Tensor:
+    """uint8 ``[block rows, columns / 32]``: the largest code, without its sign, of every 32x32 tile of a weight."""
+    halves = (packed & 0x7F).view(*packed.shape[:2], 128, 2, 8)  # a lane's 8 bytes of each column half
+    return halves.amax((2, 4)).flatten(1)
+
+
+def _scale_bytes(words: Tensor) -> Tensor:
+    """uint8 ``[block rows, columns / 32]`` of ``packing.pack_scales``."""
+    fields = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(1) >> 7
+    return (fields - 120).clamp_min(0).to(torch.uint8)
+
+
+def block_scales(largest: Tensor, scales: Tensor) -> Tensor:
+    """The scale that 32 rows share, from those of their 32x32 tiles.
+
+    The smallest under which no code exceeds 448, but at most 2**7 below a tile's own. 1 for zeros.
+
+    Args:
+        largest: uint8 ``[block rows, tiles]``, the largest code without its sign; scales: uint8, the same shape.
+    Returns:
+        uint8 ``[block rows]``, ue8m0.
+    """
+    values = torch.arange(128, dtype=torch.uint8, device=scales.device).view(torch.float8_e4m3fn).float()
+    values[127] = 480.0  # the kernels know no NaN
+    sizes = values[largest.int()].double() * torch.exp2(scales.double() - 127)
+    fraction, exponent = torch.frexp(sizes.amax(1))
+    fitting = exponent - 9 + (fraction > 0.875) + 127  # 448 is 0.875 * 2**9
+    closest = torch.where(largest > 0, scales.int(), 0).amax(1) - _MOST_ABOVE
+    found = torch.where(fraction == 0, 127, torch.maximum(fitting, closest).clamp(0, 254))
+    return found.to(torch.uint8)
+
+
+def scales_of_rows(row_bytes: Tensor, rows: int) -> Tensor:
+    """float32 ``[rows]`` of one scale byte for every 32 rows."""
+    return torch.exp2(row_bytes.float() - 127).repeat_interleave(32)[:rows].contiguous()
+
+
+@triton.jit
+def _row_codes_kernel(
+    x_ptr, codes_ptr, scales_ptr, k, x_stride, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    inside = columns < k
+    x = tl.load(x_ptr + row * x_stride + columns, inside, other=0.0).to(tl.float32)
+    size = tl.abs(x)
+    finite = size <= LARGEST
+    groups = tl.max(size, axis=1)
+    if QUANTIZE:
+        own = q8_exponent(tl.minimum(groups, LARGEST))
+        scaled = x * tl.expand_dims(power_of_two(-own), 1)
+        x = scaled.to(tl.float8e4nv).to(tl.float32) * tl.expand_dims(power_of_two(own), 1)
+        groups = tl.max(tl.abs(x), axis=1)
+    exponent = q8_exponent(tl.minimum(tl.max(groups, axis=0), LARGEST))
+    codes = tl.where(finite, x * power_of_two(-exponent), float("nan")).to(tl.float8e4nv)
+    tl.store(codes_ptr + row * k + columns, codes.to(tl.uint8, bitcast=True), inside)
+    tl.store(scales_ptr + row, power_of_two(exponent))
+
+
+def row_codes(x: Tensor, quantize: bool = False, num_warps: int | None = None) -> tuple[Tensor, Tensor]:
+    """Activations as e4m3 codes of one scale per row.
+
+    Args:
+        x: bf16 ``[rows, k]``; rows may be strided.
+        quantize: round by Q8 in groups of 32 first (``k`` is a multiple of 32).
+        num_warps: of a row, by default one for every 1,024 columns. No influence on the result.
+    Returns:
+        e4m3 ``[rows, k]`` and float32 ``[rows]``, the smallest power of two under which no code exceeds 448, at least
+        that of the largest magnitude 1e-4, as in Q8.
+    """
+    rows, k = x.shape
+    assert x.stride(1) == 1
+    assert not quantize or k % 32 == 0
+    codes = torch.empty(rows, k, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    groups = triton.next_power_of_2(triton.cdiv(k, 32))
+    _row_codes_kernel[(rows,)](
+        x, codes, scales, k, x.stride(0), QUANTIZE=quantize, GROUPS=groups, LARGEST=_LARGEST,
+        num_warps=num_warps or min(16, max(1, groups // 32)),
+    )  # fmt: skip
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """``out = x @ weight.T`` of codes with scales of rows, rounded once.
+
+    Args:
+        x: e4m3 ``[rows, K]`` and float32 ``[rows]``.
+        weight: e4m3 ``[N, K]`` and float32 ``[N]``.
+        out: bf16 or float32 ``[rows, N]``; rows may be strided.
+    """
+    if out.is_cuda:
+        library_product(x, weight, out)
+    else:
+        (codes, scales), (weight_codes, weight_scales) = x, weight
+        out.copy_((codes.float() * scales[:, None]) @ (weight_codes.float() * weight_scales[:, None]).t())
+
+
+def library_product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """:func:`product` by cuBLAS, which on Hopper multiplies its sums by the scales of both rows."""
+    torch._scaled_mm(
+        x[0],
+        weight[0].t(),
+        scale_a=x[1][:, None],
+        scale_b=weight[1][None],
+        out_dtype=out.dtype,
+        use_fast_accum=FAST_ACCUMULATION,
+        out=out,
+    )
