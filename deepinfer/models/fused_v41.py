@@ -16,6 +16,7 @@ from deepinfer.config.layer_plan import LayerPlan
 from deepinfer.config.model import TextConfig
 from deepinfer.kernels.dense.linear import Bf16Linear
 from deepinfer.kernels.engram.placement import EngramPlacement
+from deepinfer.kernels.first_streams import first_streams
 from deepinfer.kernels.hyper_connection.finish import collapse_head
 from deepinfer.kernels.moe.experts import RoutedExperts
 from deepinfer.layers.caches import LayerCaches, ModelCaches
@@ -146,20 +147,20 @@ class FusedV41:
             for layer in self.layers:
                 if layer.engram is not None:
                     layer.engram.begin(step.ngram_ids)
-        residual = self.embed(step.ids)
+        residual = self.embed(step.ids, step.newest_tokens)
         for layer in self.layers:
             if not layer.forward(residual, step, caches.layers):
                 return residual.trunk, residual.read_mix
         flush(residual)
         return residual.trunk, residual.read_mix
 
-    def embed(self, ids: Tensor) -> Residual:
-        """First streams of token ids ``[rows]``: equal, of which the first is read."""
-        streams = self.config.hc_mult
-        embedded = functional.embedding(ids, self.embedding)
-        read_mix = torch.zeros(ids.shape[0], streams, device=self.device)
-        read_mix[:, 0] = 1
-        return Residual(embedded.unsqueeze(1).expand(-1, streams, -1).contiguous(), read_mix)
+    def embed(self, ids: Tensor, newest: tuple[Tensor, Tensor] | None = None) -> Residual:
+        """First streams of token ids ``[rows]``: equal, of which the first is read.
+
+        Args:
+            newest: what -1 stands for, see :class:`FusedStep`.
+        """
+        return Residual(*first_streams(ids, self.embedding, self.config.hc_mult, *(newest or ())))
 
     def logits(self, trunk: Tensor, read_mix: Tensor) -> Tensor:
         """Logits ``[rows, vocab]`` in float32 for the given rows of :meth:`forward`'s result."""

@@ -21,10 +21,6 @@ class DeviceTokens:
         self.ngrams = torch.full((num_slots, max(ngram_size, 1)), -1, dtype=torch.int32, device=device)
         """Newest first; -1 before the start of a sequence."""
 
-    def fill_ids(self, token_ids: Tensor, slots: Tensor) -> Tensor:
-        """``token_ids`` ``[rows]`` int32 with the newest token of the row's slot where it says -1."""
-        return torch.where(token_ids < 0, self.newest[slots], token_ids)
-
     def fill_ngrams(self, ngram_ids: Tensor, slots: Tensor) -> Tensor:
         """``ngram_ids`` ``[rows, n]`` int32 with the slot's own where a row begins with :data:`FROM_DEVICE`."""
         return torch.where(ngram_ids[:, :1] == FROM_DEVICE, self.ngrams[slots], ngram_ids)

@@ -126,17 +126,17 @@ class FusedRunner(ModelRunner):
         keys_first: bool,
         spans: Sequence[ChunkSpan] | None = None,
     ) -> FusedStep:
-        """The step of some rows, tokens that only the device knows filled in.
+        """The step of some rows; its forward fills in the tokens that only the device knows.
 
         Args:
             table, block_tables, ngrams: on the device, int32. spans: of the chunks, where they may vary.
         """
         rows, tokens = self.expander.expand(table, block_tables, keys_first, spans), self.device_tokens
         assert tokens is not None
-        slots = table[Column.SLOT].long()
+        slots = table[Column.SLOT]
         if ngrams is not None:
-            ngrams = tokens.fill_ngrams(ngrams, slots)
-        return FusedStep(rows, tokens.fill_ids(rows.token_ids, slots), ngrams)
+            ngrams = tokens.fill_ngrams(ngrams, slots.long())
+        return FusedStep(rows, rows.token_ids, ngrams, newest_tokens=(tokens.newest, slots))
 
     def _cut(self, chunks: Sequence[Chunk], block_tables: np.ndarray, ids: np.ndarray) -> tuple[FusedCut, np.ndarray]:
         """The rows that the decoder layers run on, and the rows to sample from, numbered among them."""

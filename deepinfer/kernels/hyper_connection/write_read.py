@@ -3,8 +3,8 @@
 Between sublayers two launches run: :func:`hc_write_read` writes the last sublayer's output into the streams, reads the
 next input and takes partial sums; :func:`hc_finish` makes the normed input and the next mixes of them.
 
-On Hopper both are CUDA C++ (:mod:`.launches_cuda`), else Triton. One launch, whose programs
-waited for one another in the middle, took 1 us longer than two on an H200 at 1 row and at 32.
+On Hopper both are CUDA C++ (:mod:`.launches_cuda`), else Triton. :func:`~.enter.hc_enter` does all of it, in one launch
+where the rows are few. (One launch whose programs met through global memory took 1 us longer than two on an H200.)
 
 Batch invariance: a row's bits never depend on other rows or their number.
 """

@@ -15,7 +15,7 @@ class FusedStep:
 
     rows: DeviceRows
     ids: Tensor
-    """``[rows]`` int32 token ids."""
+    """``[rows]`` int32 token ids; -1 is the row's of ``newest_tokens``."""
     ngram_ids: Tensor | None = None
     """``[rows, n]`` int32, newest first, -1 is a barrier; None in models without n-gram memory."""
     selections: dict[int, Tensor] = field(default_factory=dict)
@@ -24,6 +24,8 @@ class FusedStep:
     """``[rows, blocks]`` int32 logical candidate blocks, -1 = none."""
     features: list[Tensor] | None = None
     """``[rows, hidden]`` bf16 per target layer, collected when there is a draft."""
+    newest_tokens: tuple[Tensor, Tensor] | None = None
+    """Newest token of each state slot, ``[slots]`` int32, and each row's slot, ``[rows]`` int32. None: no id is -1."""
     cut: FusedCut | None = None
     """Set when the decoder layers run on fewer rows or see other windows."""
 
@@ -31,7 +33,7 @@ class FusedStep:
         """Go on with the rows of the cut. Selections are not carried over: the first decoder layer makes its own."""
         assert self.cut is not None
         assert self.cut.rows is not None
-        self.rows, self.ids = self.cut.rows, self.ids[self.cut.kept]
+        self.rows = self.cut.rows  # token ids are used up
         self.selections, self.candidate_blocks, self.cut = {}, None, None
 
 
