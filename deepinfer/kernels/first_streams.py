@@ -29,8 +29,8 @@ def _first_streams_kernel(
     for stream in tl.static_range(M):
         tl.store(trunk + (row * M + stream) * hidden + columns, value, mask)
     if part == 0:
-        stream = tl.arange(0, M_P2)
-        tl.store(read_mix + row * M + stream, tl.where(stream == 0, 1.0, 0.0), stream < M)
+        streams = tl.arange(0, M_P2)
+        tl.store(read_mix + row * M + streams, tl.where(streams == 0, 1.0, 0.0), streams < M)
 
 
 def first_streams(
