@@ -40,7 +40,6 @@ from bench.gpu.check_attention import (
 )  # fmt: skip
 from bench.gpu.dense_cases import random_fp8
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.attention import sparse_attention as module
 from deepinfer.kernels.attention import sparse_attention_few
 from deepinfer.kernels.dense.linear import Fp8Linear
 from deepinfer.ops import number_formats as nf

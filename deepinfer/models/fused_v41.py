@@ -5,7 +5,6 @@ Same inputs, caches and results as :mod:`deepinfer.models.deepseek_v41`, which s
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,7 +64,6 @@ class FusedLayer:
             lambda source: make_experts(source, num_experts),
         )
         self.ffn_hc = HyperConnection(config, "ffn", weights, wants_codes=self.feed_forward.experts.wants_codes)
-        self.attention.output_b.next = self.feed_forward.gate_up
 
     def forward(self, residual: Residual, step: FusedStep, caches: Sequence[LayerCaches]) -> bool:
         """Run the layer. At the cut of a step the rows that do not go on are dropped.
@@ -134,8 +132,6 @@ class FusedV41:
                 engram = Engram(config, child, place_engram(plan.layer_id))
             self.layers.append(FusedLayer(config, plan, child, experts, make_experts, engram))
             on_layer(plan.layer_id + 1)
-        for layer, following in itertools.pairwise(self.layers):
-            layer.feed_forward.down.next = following.attention.query_and_key
 
     def forward(self, step: FusedStep, caches: ModelCaches) -> tuple[Tensor, Tensor]:
         """Run all layers over the rows of a step.

@@ -34,7 +34,6 @@ def sparse_attention(
     out: Tensor | None = None,
     split_weights: bool = False,
     invariant: bool = False,
-    next_weight: Tensor | None = None,
     implementation: Implementation | None = None,
     splits: int | None = None,
 ) -> Tensor:
@@ -55,7 +54,6 @@ def sparse_attention(
             an error of 0.7 times the rounding of the output to bf16 (root mean square), two parts add none that shows.
         invariant: the keys are split the same way whatever the number of rows, so that a row's result does not depend
             on the batch. Otherwise it depends on the number of rows through the split alone.
-        next_weight: packed weight of the product that follows; memory is idle here, so it is fetched into L2.
         implementation, splits: chosen here unless given (for tests and benchmarks): the kernel for few rows, the one
             that is efficient with many, or the one that runs everywhere.
     Returns:
@@ -78,10 +76,10 @@ def sparse_attention(
         q, step_records, ring, window_index.contiguous(), entries, entry_slots.contiguous(), entry_format == "fp4",
         sink, cos, sin, quantize_output, out, splits, split_weights,
     )  # fmt: skip
-    if implementation == "cuda":
-        sparse_attention_cuda.launch(*arguments, next_weight=next_weight)
-    elif implementation == "few":  # it leaves room beside it for the next kernel, which fetches for itself
+    if implementation == "few":
         sparse_attention_few.launch(*arguments)
+    elif implementation == "cuda":
+        sparse_attention_cuda.launch(*arguments)
     else:
         sparse_attention_triton.launch(*arguments)
     return out

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.dense import packing
 
 SOURCE = "attention.cu"
 _TILE_BYTES = 64 * 512 * 2
@@ -41,7 +40,6 @@ def launch(
     out: Tensor,
     splits: int,
     split_weights: bool,
-    next_weight: Tensor | None = None,
 ) -> None:
     """Arguments as :func:`.sparse_attention_triton.launch`; ``splits`` is 1, 2, 4 or 8."""
     rows, heads, _ = q.shape
@@ -55,7 +53,6 @@ def launch(
     ctas = min(rows, nvrtc.num_multiprocessors(q.device)) if splits == 1 else rows * splits
     arguments: list[Any] = [q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, out]
     arguments += [rows, q.stride(0), window_index.shape[1], entry_slots.shape[1], int(quantize_output)]
-    arguments += packing.blocks_of(next_weight)
     kernel.launch((ctas, 1, 1), _THREADS, arguments, shared_bytes=shared_bytes, cluster=splits, overlap=True)
 
 

@@ -122,10 +122,6 @@ __device__ __forceinline__ void store_remote(u32 to, float a, float b) {
 __device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes) {  // 16 bytes, those past `bytes` zero
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
-// Fetch memory into L2 for whoever reads it next; no one waits for that. A multiple of 16 bytes.
-__device__ __forceinline__ void prefetch(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copy_wait() {  // for all groups but the last N
   asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
@@ -780,7 +776,7 @@ __device__ __forceinline__ void consume_right(const Arguments& a, Small& small, 
 extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
     const u16* query, const u8* step_records, const u8* ring, const int* window_index, const u8* entries,
     const int* entry_slots, const float* sink, const float* cosines, const float* sines, u16* out,
-    int rows, int query_stride, int width, int num_selected, int quantize, const u8* next, int next_blocks) {
+    int rows, int query_stride, int width, int num_selected, int quantize) {
   extern __shared__ __align__(1024) u8 shared_pointer[];
   const u32 shared = shared_address(shared_pointer);
   Small& small = *(Small*)(shared_pointer + AT_SMALL);
@@ -801,11 +797,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
   }
   __syncthreads();
   wait_for_earlier_kernels();
-  if (threadIdx.x == 128) {  // memory is idle while this kernel computes: fetch the weights of the products behind it
-    const long long begin = (long long)next_blocks * blockIdx.x / gridDim.x;
-    const long long end = (long long)next_blocks * (blockIdx.x + 1) / gridDim.x;
-    if (end > begin) prefetch(next + begin * 2048, (u32)(end - begin) * 2048);
-  }
   const int role = threadIdx.x / 128;
   if (role == 2) {
     set_registers_down<88>();

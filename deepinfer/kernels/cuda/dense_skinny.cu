@@ -9,9 +9,6 @@
 // the output in question (distributed shared memory) and are added there in the order of K. The order depends on the
 // shape alone, never on the number of rows: a row's bits are the same in every batch.
 //
-// While the kernel before this one computes, memory is often idle. Started early, this one uses that: beside filling its
-// rings it fetches the rest of its weights into L2, and then `next`, the weights of the product that follows.
-//
 // A warp's blocks follow each other in memory. It keeps DEPTH of them in flight, in one of two ways: in its registers
 // (RING 0), or in a ring of its own in shared memory that the bulk copy engine fills (RING 1). With the ring, one CTA
 // per SM suffices, so the shares of all SMs can be made equal, and registers don't limit what is in flight.
@@ -163,11 +160,6 @@ __device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barri
 #endif
 }
 
-// Fetch memory into L2 for whoever reads it next; no one waits for that. A multiple of 16 bytes.
-__device__ __forceinline__ void prefetch(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-}
-
 __device__ __forceinline__ uint4 load_shared(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -276,10 +268,10 @@ __device__ __forceinline__ void multiply_block(float (&sum)[2][NT][4], const Blo
 }
 
 // weights: packed blocks [N/32, NUM_CHUNKS, 2048 bytes]. scales: [N/32, NUM_CHUNKS], two bf16 powers of two per block.
-// x: bf16, row r of group g at x + r * x_stride + g * K. y: [rows, OUT_N], contiguous. next: packed blocks of another weight.
+// x: bf16, row r of group g at x + r * x_stride + g * K. y: [rows, OUT_N], contiguous.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, const u16* __restrict__ x,
-             void* __restrict__ y, int rows, long long x_stride, const char* __restrict__ next, int next_blocks) {
+             void* __restrict__ y, int rows, long long x_stride) {
   extern __shared__ __align__(16) char shared[];  // [warps][DEPTH][2048] of the ring come first
   float* partial = (float*)(shared + RING_BYTES);                    // [SOURCES][MAX_UNITS][32]
   char* x_shared = shared + RING_BYTES + SOURCES * MAX_UNITS * 128;  // [ROWS][X_STRIDE]
@@ -305,7 +297,6 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d)
       if (d < warp_count) fetch_block(ring + d * 2048, from + d * 2048, full + 8 * d);
-    if (warp_count > DEPTH) prefetch(from + DEPTH * 2048, (warp_count - DEPTH) * 2048);
   }
   __syncwarp();
 #else
@@ -315,11 +306,6 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
   for (int d = 0; d < DEPTH; ++d)
     if (d < warp_count) load_block(block[d], from + d * 2048);
 #endif
-  if (threadIdx.x == THREADS - 32) {  // of the last warp: its own weights come first
-    const int cta = blockIdx.y * gridDim.x + blockIdx.x, ctas = gridDim.x * gridDim.y;
-    const int begin = (long long)next_blocks * cta / ctas, end = (long long)next_blocks * (cta + 1) / ctas;
-    if (end > begin) prefetch(next + (long long)begin * 2048, (end - begin) * 2048);
-  }
   u32 lane_scales[(MAX_CHUNKS / WK + 32) / 32];  // scale of chunk i: in lane i % 32
 #if FP8
 #pragma unroll

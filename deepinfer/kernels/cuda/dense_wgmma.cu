@@ -133,11 +133,6 @@ __device__ __forceinline__ void copy_activations(u32 to, const TensorMap* map, i
                :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
-// Fetch memory into L2 for whoever reads it next; no one waits for that. A multiple of 16 bytes.
-__device__ __forceinline__ void prefetch(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-}
-
 __device__ __forceinline__ uint4 load_shared(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
@@ -323,10 +318,10 @@ __device__ __forceinline__ void finish(u32 sums, void* y, int rows, int rank, in
 // weights: packed blocks [N/32, NUM_CHUNKS, 2048 bytes]. scales: [N/32, NUM_CHUNKS], two bf16 powers of two per block.
 // x_map: bf16 [rows, groups * K], boxes of [NB, 64], 128-byte swizzle. y: [rows, OUT_N], contiguous; with PARTIAL
 // float32 [SLICES, rows, OUT_N]. Grid: clusters by weight tiles (with PARTIAL: by weight tiles and slices), then by tiles
-// of NB activation rows, so that those find the weights in L2. next: packed blocks of another weight.
+// of NB activation rows, so that those find the weights in L2.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, const __grid_constant__ TensorMap x_map,
-            void* __restrict__ y, int rows, const char* __restrict__ next, int next_blocks) {
+            void* __restrict__ y, int rows) {
   extern __shared__ char unaligned[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   const u32 base = (shared_address(unaligned) + 1023) & ~1023u;  // the swizzle counts from multiples of 1024
@@ -377,10 +372,6 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
                        full + 8 * stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
-      // Its own weights are on their way: now those of the product that follows, into L2.
-      const int begin = (long long)next_blocks * blockIdx.x / gridDim.x;
-      const int end = (long long)next_blocks * (blockIdx.x + 1) / gridDim.x;
-      if (end > begin) prefetch(next + (long long)begin * 2048, (end - begin) * 2048);
     }
     __syncwarp();
 #if CLUSTER > 1

@@ -56,8 +56,6 @@ class Fp8Linear:
         is_fast: many rows may be multiplied in FP8.
     """
 
-    next: Fp8Linear | None = None
-    """The product that follows in a forward: where memory is idle, its weight is fetched into L2 ahead."""
     _row_scaled: row_scaled.RowScaledWeight | row_scaled.StoredRowScaledWeight | None = None
     """Where many rows are multiplied in FP8."""
 
@@ -119,15 +117,6 @@ class Fp8Linear:
             self._invariant = SkinnyProduct(packed, words, shape, self.groups)
 
     @property
-    def packed(self) -> Tensor | None:
-        """Blocks of the packed weight, where there are any."""
-        return self._packed[0] if self._packed is not None else None
-
-    @property
-    def _next_weight(self) -> Tensor | None:
-        return self.next.packed if self.next is not None else None
-
-    @property
     def num_bytes(self) -> int:
         """Device memory that the weight holds."""
         tensors = self._stored or self._packed or ()
@@ -175,9 +164,9 @@ class Fp8Linear:
         elif self._stored is not None:
             linear_triton.product(x, *self._stored, out, self.groups, quantize_output)
         elif invariant:
-            self._invariant(x, out, quantize_output, overlap, beside, self._next_weight)
+            self._invariant(x, out, quantize_output, overlap, beside)
         elif (product := self._product(rows)) is not None:
-            product(x, out, quantize_output, overlap, beside, self._next_weight)
+            product(x, out, quantize_output, overlap, beside)
         else:
             self._many_rows(x, out, quantize_output)
         return out
@@ -210,7 +199,7 @@ class Fp8Linear:
         x = xq.flatten(1) if xq.dim() > 2 else xq
         assert x.shape[1] == self.groups * self.num_inputs, (x.shape, self.groups, self.num_inputs)
         sums = torch.empty(product.slices, rows, self.num_outputs, dtype=torch.float32, device=x.device)
-        product(x, sums, False, overlap, next_weight=self._next_weight)
+        product(x, sums, False, overlap)
         return sums
 
     def _product(self, rows: int) -> SkinnyProduct | WgmmaProduct | None:

@@ -12,8 +12,6 @@ A block holds 32 rows and 64 columns of e4m3 codes, or 32 columns of bf16. It co
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -23,13 +21,6 @@ FP8_COLUMNS = 64
 BF16_COLUMNS = 32
 MAX_SCALE_BYTE = 134
 """Largest ue8m0 byte whose scale times 2**120 is a finite bf16."""
-
-
-def blocks_of(packed: Tensor | None) -> tuple[ctypes.c_void_p, int]:
-    """Address and number of blocks, as arguments of a kernel; none for None."""
-    if packed is None:
-        return ctypes.c_void_p(0), 0
-    return ctypes.c_void_p(packed.data_ptr()), packed.numel() * packed.element_size() // BLOCK_BYTES
 
 
 def _padded(weight: Tensor, columns: int) -> Tensor:

@@ -154,26 +154,13 @@ class SkinnyProduct:
         defines, shared = self.defines(pipeline, float32, quantize, beside), self.shared_bytes(pipeline)
         return nvrtc.load_kernel("dense_skinny.cu", "dense_skinny", defines, self.packed.device, shared_bytes=shared)
 
-    def __call__(
-        self,
-        x: Tensor,
-        out: Tensor,
-        quantize: bool,
-        overlap: bool,
-        beside: bool = False,
-        next_weight: Tensor | None = None,
-    ) -> None:
-        """Multiply.
-
-        Args:
-            next_weight: packed weight of the product that follows, to fetch into L2.
-        """
+    def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool, beside: bool = False) -> None:
         rows, g = x.shape[0], self.geometry
         pipeline = next((p for p in self.pipelines if rows <= 8 * p.row_tiles), self.pipelines[-1])
         tiles = -(-self.packed.shape[0] // g.row_warps)
         grid = (tiles * g.cluster, -(-rows // (8 * pipeline.row_tiles)), 1)
         scales = self.packed if self.scales is None else self.scales
-        arguments = (self.packed, scales, x, out, rows, nvrtc.int64(x.stride(0)), *packing.blocks_of(next_weight))
+        arguments = (self.packed, scales, x, out, rows, nvrtc.int64(x.stride(0)))
         self.kernel(pipeline, out.dtype == torch.float32, quantize, beside).launch(
             grid, g.threads, arguments, shared_bytes=self.shared_bytes(pipeline), cluster=g.cluster, overlap=overlap
         )

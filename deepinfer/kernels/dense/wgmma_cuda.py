@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.dense import packing
 
 _MAX_SHARED_BYTES = 227 * 1024
 _NUM_SMS = 132
@@ -132,26 +131,13 @@ class WgmmaProduct:
         once = next((t for t in self.tiles if rows <= t.rows), None)
         return once or min(passes, key=lambda entry: entry[:2])[2]
 
-    def __call__(
-        self,
-        x: Tensor,
-        out: Tensor,
-        quantize: bool,
-        overlap: bool,
-        beside: bool = False,
-        next_weight: Tensor | None = None,
-    ) -> None:
-        """Multiply.
-
-        Args:
-            next_weight: packed weight of the product that follows, to fetch into L2.
-        """
+    def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool, beside: bool = False) -> None:
         rows = x.shape[0]
         tile = self.tile(rows)
         assert not self.partial or (out.shape == (self.slices, rows, self.rows_out) and out.is_contiguous())
         tiles = -(-32 * self.packed.shape[0] // tile.weight_rows) * -(-rows // tile.rows)
         x_map = nvrtc.tensor_map(x, tile.rows, 64)
-        arguments = (self.packed, self.scales, x_map, out, rows, *packing.blocks_of(next_weight))
+        arguments = (self.packed, self.scales, x_map, out, rows)
         self.kernel(tile, out.dtype == torch.float32, quantize, beside).launch(
             (tiles * self.slices, 1, 1), tile.threads, arguments,
             shared_bytes=self.shared_bytes(tile), cluster=self.cluster, overlap=overlap,

@@ -38,7 +38,6 @@ class Attention:
         self.query = Fp8Linear(*weights.fp8(*names), is_fast=is_fast)
         self.output_a = GroupedFp8Linear(*weights.fp8("wo_a.weight"), groups=self.groups, is_fast=is_fast)
         self.output_b = Fp8Linear(*weights.fp8("wo_b.weight"), is_fast=is_fast)
-        self.query_and_key.next, self.output_a.next = self.query, self.output_b
         self.sink = weights.fp32("attn_sink")
         self.compressor = Compressor(config, plan, weights) if plan.owns_kv else None
         self.indexer = Indexer(config, plan, weights) if plan.owns_indexer else None
@@ -79,7 +78,6 @@ class Attention:
             quantize_output=True,
             split_weights=self.split_weights,
             invariant=self.invariant,
-            next_weight=self.output_a.packed,
         )
         if records is not None:
             store_ring(records, rows.ring_slot, own.window.data)

@@ -22,17 +22,15 @@ from tests.kernels.emulation import compile_for_cpu
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 ENTRY = """
-static void* arguments[8];
+static void* arguments[6];
 static void call() {
   dense_skinny((const char*)arguments[0], (const u32*)arguments[1], (const u16*)arguments[2], arguments[3],
-               (int)(long)arguments[4], (long)arguments[5], next_begin, next_bytes / 2048);
+               (int)(long)arguments[4], (long)arguments[5]);
 }
 extern "C" int emulate(void** values, int columns, int rows, int threads, int shared_bytes, long weight_bytes) {
   std::memcpy(arguments, values, sizeof arguments);
   weights_begin = (const char*)values[0], weights_end = weights_begin + weight_bytes;
-  next_begin = (const char*)values[6], next_bytes = 2048 * (long)values[7], prefetched_next = 0;
-  const int result = launch(columns, rows, threads, shared_bytes, call);
-  return result ? result : prefetched_next != next_bytes;
+  return launch(columns, rows, threads, shared_bytes, call);
 }
 """
 
@@ -57,9 +55,8 @@ class EmulatedKernel:
         self.function, self.shared_bytes = emulator(tuple(defines.items())), shared_bytes
 
     def launch(self, grid, threads, arguments, *, shared_bytes, cluster, overlap) -> None:
-        weights, scales, x, out, rows, stride, *following = arguments
-        tensors = (t.data_ptr() for t in (weights, scales, x, out))
-        values = (ctypes.c_void_p * 8)(*tensors, rows, stride.value, following[0].value, following[1])
+        weights, scales, x, out, rows, stride = arguments
+        values = (ctypes.c_void_p * 6)(*(t.data_ptr() for t in (weights, scales, x, out)), rows, stride.value)
         num_bytes = ctypes.c_long(weights.numel() * weights.element_size())
         assert self.function(values, grid[0], grid[1], threads, shared_bytes, num_bytes) == 0
 
@@ -114,18 +111,6 @@ def test_pipelines_and_batches_do_not_change_a_row():
     assert torch.equal(alone, outputs[0][4:5])
     beside = run(product(weight, Geometry(3, 2, 2), pipelines[2]), x, torch.float32, beside=True)
     assert torch.equal(beside, outputs[0])
-
-
-@pytest.mark.parametrize("ring", [False, True])
-def test_all_of_the_next_weight_is_fetched_once(ring):
-    """The emulation counts the bytes, and fails where a prefetch leaves the two weights."""
-    weight, x = integer_weight(160, 352), integer_input(9, 352)
-    kernel = product(weight, Geometry(3, 2, 2), Pipeline(1, 2, 1, ring=ring))
-    alone = run(kernel, x, torch.float32)
-    for shape in ((32, 64), (96, 448), (32, 4096)):
-        out = torch.full_like(alone, torch.nan)
-        kernel(x, out, False, True, False, packing.pack_fp8(integer_weight(*shape)[0]))
-        assert torch.equal(out, alone)
 
 
 @pytest.mark.parametrize("shape", [(96, 320), (20, 72)])

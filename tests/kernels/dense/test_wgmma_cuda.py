@@ -25,19 +25,16 @@ from tests.kernels.emulation import compile_for_cpu
 EMULATION = Path(__file__).parents[1] / "emulation"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 ENTRY = """
-static void* arguments[6];
+static void* arguments[4];
 static TensorMap map;
 static void call() {
-  dense_wgmma((const char*)arguments[0], (const u32*)arguments[1], map, arguments[2], (int)(long)arguments[3],
-              next_begin, next_bytes / 2048);
+  dense_wgmma((const char*)arguments[0], (const u32*)arguments[1], map, arguments[2], (int)(long)arguments[3]);
 }
 extern "C" int emulate(void** values, const u64* x, int columns, int threads, int shared_bytes, long weight_bytes) {
   std::memcpy(arguments, values, sizeof arguments);
   std::memcpy(map.opaque, x, 5 * 8);
   weights_begin = (const char*)values[0], weights_end = weights_begin + weight_bytes;
-  next_begin = (const char*)values[4], next_bytes = 2048 * (long)values[5], prefetched_next = 0;
-  const int result = launch(columns, 1, threads, shared_bytes, call);
-  return result ? result : prefetched_next != next_bytes;
+  return launch(columns, 1, threads, shared_bytes, call);
 }
 """
 
@@ -68,9 +65,8 @@ class EmulatedKernel:
         self.function, self.shared_bytes = emulator(tuple(defines.items())), shared_bytes
 
     def launch(self, grid, threads, arguments, *, shared_bytes, cluster, overlap) -> None:
-        weights, scales, x_map, out, rows, *following = arguments
-        tensors = (t.data_ptr() for t in (weights, scales, out))
-        values = (ctypes.c_void_p * 6)(*tensors, rows, following[0].value, following[1])
+        weights, scales, x_map, out, rows = arguments
+        values = (ctypes.c_void_p * 4)(*(t.data_ptr() for t in (weights, scales, out)), rows)
         num_bytes = ctypes.c_long(weights.numel() * weights.element_size())
         assert grid[0] % cluster == 0
         assert grid[1:] == (1, 1)
@@ -99,8 +95,7 @@ def product(
 
 def run(kernel: WgmmaProduct, x: Tensor, dtype: torch.dtype, quantize: bool = False, beside: bool = False) -> Tensor:
     out = torch.full((x.shape[0], kernel.rows_out), torch.nan, dtype=dtype)
-    following = torch.empty(5 + x.shape[0], 2048, dtype=torch.uint8)  # the emulation counts what is fetched of it
-    kernel(x, out, quantize, False, beside, following)
+    kernel(x, out, quantize, False, beside)
     return out
 
 

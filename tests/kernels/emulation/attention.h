@@ -68,13 +68,6 @@ struct Barrier { u16 count, pending; u32 phase; };
 static void barrier_init(u64* p, int count) { *(Barrier*)p = {(u16)count, (u16)count, 0}; }
 static void barrier_init_done() {}
 static void wait_for_earlier_kernels() {}
-static const u8* next_begin;
-static long next_bytes, prefetched_next;
-static void prefetch(const void* from, u32 bytes) {
-  const u8* p = (const u8*)from;
-  if (bytes % 16 || p < next_begin || p + bytes > next_begin + next_bytes) fail("prefetch outside of the weights");
-  prefetched_next += bytes;
-}
 static void barrier_arrive(u64* p) {
   Barrier& barrier = *(Barrier*)p;
   if (--barrier.pending == 0) barrier.pending = barrier.count, ++barrier.phase, ++progress;
@@ -188,7 +181,7 @@ static float2 round_e4m3(float low, float high) { return {round_e4m3(low), round
 #define KERNEL_ARGUMENTS                                                                                              \
   const u16 *query, const u8 *step_records, const u8 *ring, const int *window_index, const u8 *entries,               \
       const int *entry_slots, const float *sink, const float *cosines, const float *sines, u16 *out, int rows,        \
-      int query_stride, int width, int num_selected, int quantize, const u8 *next, int next_blocks
+      int query_stride, int width, int num_selected, int quantize
 extern "C" void sparse_attention(KERNEL_ARGUMENTS);
 static void (*entry)();
 static void run_fiber() {

@@ -11,10 +11,8 @@ static std::vector<Meeting> cta_meetings;
 static Meeting start_meeting, cluster_meeting;
 static std::vector<char*> shared_memory;  // per CTA of the cluster
 static int first_cta, grid_row, cta_threads;
-static const char *weights_begin, *weights_end, *next_begin;
-static long next_bytes, prefetched_next;
+static const char *weights_begin, *weights_end;
 
-static struct { int x, y; } gridDim;
 struct ThreadIndex { int x = fibers[current].thread; };
 struct BlockIndex { int x = first_cta + fibers[current].cta, y = grid_row; };
 
@@ -46,13 +44,6 @@ static u32 shared_address(const void* p) {
 static const char* in_weights(const void* p, int bytes) {
   if ((const char*)p < weights_begin || (const char*)p + bytes > weights_end || (uintptr_t)p % 16) fail("bad weights");
   return (const char*)p;
-}
-static void prefetch(const void* from, u32 bytes) {
-  if (bytes % 16 || (uintptr_t)from % 16) fail("misaligned prefetch");
-  const char* p = (const char*)from;
-  if (p >= weights_begin && p + bytes <= weights_end) return;
-  if (p < next_begin || p + bytes > next_begin + next_bytes) fail("prefetch outside of the weights");
-  prefetched_next += bytes;
 }
 static uint4 load_shared(u32 address) { return *(const uint4*)at(address); }
 static void wait_for_earlier_kernels() { fibers[current].waited = true; }
@@ -112,7 +103,7 @@ static void run_fiber() {
 
 // Clusters run one after another. Returns 0, 1 for a deadlock, 2 for a write past `shared_bytes`. Memory starts as NaN.
 static int launch(int columns, int rows, int threads, int shared_bytes, void (*kernel)()) {
-  entry = kernel, cta_threads = threads, gridDim = {columns, rows};
+  entry = kernel, cta_threads = threads;
   const int total = threads * CLUSTER;
   std::vector<std::vector<char>> stacks(total, std::vector<char>(64 * 1024));
   for (int i = 0; i < CLUSTER; ++i) shared_memory.push_back((char*)std::aligned_alloc(1024, SHARED_BYTES));
