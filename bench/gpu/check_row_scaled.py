@@ -97,7 +97,7 @@ def check_product(name: str, n: int, k: int, groups: int, all_rows: tuple[int, .
             short = torch.full((rows, n), torch.nan, dtype=torch.bfloat16, device="cuda")
             short_error = ((linear(x, short).double() - expected).abs() / magnitude).max().item()
             errors[form] = error.abs().max().item(), error.square().mean().sqrt().item(), short_error
-            ok = errors[form][0] < 2**-9 and errors[form][2] < 2**-7
+            ok = errors[form][0] < 2**-8 and errors[form][2] < 2**-7
             if form != "bf16":
                 ok = ok and linear._multiplies_fp8(rows, False)
                 exact_x = random_x(rows, groups * k, True)  # sums are exact wherever 14 bits hold them
@@ -108,7 +108,7 @@ def check_product(name: str, n: int, k: int, groups: int, all_rows: tuple[int, .
             report(f"{name} rows {rows} {form}", bool(ok), shown)
         results.append({"shape": name, "rows": rows, "errors": errors})
         linear.use_fast(True)
-        row_scaled.FAST_ACCUMULATION = False
+        row_scaled.FAST_ACCUMULATION = True
         spoilt = x.clone()
         spoilt[rows // 2, 3] = torch.nan
         same = linear(x, dtype=torch.float32), linear(spoilt, dtype=torch.float32)
@@ -191,7 +191,7 @@ def times(name: str, n: int, k: int, groups: int, rows: int) -> dict[str, float]
         row_scaled.FAST_ACCUMULATION = fast_accumulation
         measure(form, multiply)
         measure(f"whole {form}", lambda i: forward(fast, i, True))
-    row_scaled.FAST_ACCUMULATION = False
+    row_scaled.FAST_ACCUMULATION = True
     flops = 2.0 * n * k * rows
     rates = "  ".join(f"{form} {flops / row[form] / 1e6:.0f}" for form in ("bf16", *FORMS, "scalar") if form in row)
     print(f"{name:11} rows {rows:5} | " + "  ".join(f"{key} {value:.0f}" for key, value in row.items()), flush=True)

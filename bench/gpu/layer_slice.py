@@ -249,7 +249,7 @@ def set_precision(subject: Slice, precision: str) -> None:
     for layer in subject.model.layers:
         attention, feed_forward = layer.attention, layer.feed_forward
         attention.split_weights = not is_fast
-        feed_forward.experts.precision = precision  # type: ignore[attr-defined]
+        feed_forward.experts.uses_fast = is_fast
         products = [attention.query_and_key, attention.query, attention.output_a, attention.output_b]
         products += [feed_forward.gate_up, feed_forward.down]
         if layer.engram is not None:
@@ -296,7 +296,9 @@ def main() -> None:
     args = parser.parse_args()
     config = released_slice(engram_vocab_size=args.engram)
     began = time.monotonic()
-    subject = Slice(config, args.precisions[0], args.num_blocks, max(args.batches) + 2)
+    loaded = "fast" if "fast" in args.precisions else "faithful"
+    subject = Slice(config, loaded, args.num_blocks, max(args.batches) + 2)
+    set_precision(subject, args.precisions[0])
     results = Results(args, config, began)
     for context in args.contexts:
         for batch in args.batches:

@@ -33,6 +33,11 @@ Fastest on an H200 (``bench/gpu/check_experts.py``), both products in microsecon
 rows: 37 for 1 row, 206 for 8, 658 for 32, 1,037 for 64, 1,445 for 128, 1,618 for 256, 2,017 for 384. The kernels for
 many need 2,254 for 512, with order, gather and sum."""
 
+MIN_FP8_PAIRS = 48
+"""Fewest pairs per expert for which the FP8 tensor cores are faster, with gather and sum, 384 experts of the released
+size on an H200 (``bench/gpu/check_grouped_fp8.py``): 2.8 against 2.4 ms with 16 pairs, 3.4 against 3.8 with 64, 5.3
+against 6.2 with 128."""
+
 
 def is_usable(gate_up: PackedExperts, down: PackedExperts) -> bool:
     """Whether the kernels take these sizes and scales, on this device."""
@@ -83,11 +88,10 @@ class HopperExperts(RoutedExperts):
         if tiles.is_cuda:
             torch.cuda.synchronize(tiles.device)  # the kernels read weights before they wait for others
         self.gate_up, self.down = GroupedSkinny(tiles, num_selected, limit), GroupedSkinny(of_down, 1)
-        self.many: GroupedExperts | GroupedFp8Experts
-        if precision == "fast" and not batch_invariant:
-            self.many = GroupedFp8Experts(tiles, of_down, limit)
-        else:
-            self.many = GroupedExperts(tiles, of_down, hidden, self.width, num_experts, limit)
+        self.many = GroupedExperts(tiles, of_down, hidden, self.width, num_experts, limit)
+        self.fast = GroupedFp8Experts(tiles, of_down, limit) if precision == "fast" and not batch_invariant else None
+        self.uses_fast = self.fast is not None
+        """May be switched off to compare."""
 
     def plans(self, rows: int) -> tuple[Plan, Plan] | None:
         """Of gate-up and down; None where the kernels for many rows multiply."""
@@ -97,15 +101,22 @@ class HopperExperts(RoutedExperts):
 
     def block_of(self, rows: int) -> int:
         plans = self.plans(rows)
-        return plans[0].block if plans is not None else self.many.block
+        return plans[0].block if plans is not None else self._many(rows).block
+
+    def _many(self, rows: int) -> GroupedExperts | GroupedFp8Experts:
+        pairs = rows * self.num_selected
+        if self.fast is not None and self.uses_fast and pairs >= MIN_FP8_PAIRS * self.num_experts:
+            return self.fast
+        return self.many
 
     def forward(self, inputs: ExpertInput, routing: Routing, shared_gate_up: Tensor | None = None) -> ExpertOutput:
         rows = inputs.x.shape[0]
         x = round_activation(inputs.x) if inputs.rounded is None else inputs.rounded
         plans = self.plans(rows)
         if plans is None:
-            blocks = self._blocks(routing, self.many.block)
-            values, place = self.many.forward(x, routing.experts, routing.weights, blocks)
+            many = self._many(rows)
+            blocks = self._blocks(routing, many.block)
+            values, place = many.forward(x, routing.experts, routing.weights, blocks)
             return ExpertOutput(values, place, self._shared(shared_gate_up))
         shared = None
         if shared_gate_up is not None:

@@ -126,6 +126,7 @@ def test_codes_of_weights_are_theirs_down_to_the_spacing(name):
 ENTRY = """
 static void* arguments[5];
 static void call() {
+  wait_for_earlier_kernels();  // it is launched without overlap
   dense_unpack((const uint4*)arguments[0], (const u32*)arguments[1], (char*)arguments[2], (int)(long)arguments[3],
                (const u8*)arguments[4]);
 }

@@ -88,7 +88,13 @@ def test_fast_takes_fp8_for_many_rows(invariant, monkeypatch):
     monkeypatch.setattr(nvrtc, "load_kernel", recorded)
     monkeypatch.setattr(nvrtc, "num_multiprocessors", lambda device: 3)
     monkeypatch.setattr(experts_hopper, "PLANS", ())
+    pairs = rows * TOP / EXPERTS
+    monkeypatch.setattr(experts_hopper, "MIN_FP8_PAIRS", pairs + 0.1)
     experts = build_experts(gate_up, down, TOP, LIMIT, precision="fast", way="hopper", batch_invariant=invariant)
+    experts.forward(given, routing)
+    assert "moe_fp8.cu" not in sources  # too few pairs
+    sources.clear()
+    monkeypatch.setattr(experts_hopper, "MIN_FP8_PAIRS", pairs)
     found = experts.forward(given, routing)
     assert found.place is not None
     values = found.values[found.place.long()].float()
