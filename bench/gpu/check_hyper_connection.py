@@ -1,6 +1,6 @@
 """Hyper-connection and query/key kernels on a GPU: errors against float64, then times over floor.
 
-    python bench/gpu/check_hyper_connection.py [--json FILE] [--only check,one,write,finish,enter,others]
+    python bench/gpu/check_hyper_connection.py [--json FILE] [--only check,write,finish,others]
 
 Times are medians of 5 replays of a CUDA graph whose launches rotate over more data than L2 holds, per launch: of a
 kernel alone (each launch waits for the one before), and of both kernels as they follow one another in a layer (launches
@@ -11,7 +11,6 @@ Floor: bytes at 4.2 TB/s. Kernels are compiled by several threads first.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
@@ -27,9 +26,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from deepinfer.kernels.attention.query_key import query_key, store_ring
-from deepinfer.kernels.hyper_connection import cluster_cuda
-from deepinfer.kernels.hyper_connection.cluster_cuda import ClusterShape
-from deepinfer.kernels.hyper_connection.enter import Entered, hc_enter, make_mixes
 from deepinfer.kernels.hyper_connection.finish import collapse_head, hc_finish
 from deepinfer.kernels.hyper_connection.launches_cuda import (
     FinishShape,
@@ -37,7 +33,7 @@ from deepinfer.kernels.hyper_connection.launches_cuda import (
     choose_finish_shape,
     choose_shape,
 )
-from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Mixes, MixLogits, SplitSums, Update, new_mixes
+from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Mixes, SplitSums, Update, new_mixes
 from deepinfer.kernels.hyper_connection.write_read import hc_write_read
 from deepinfer.kernels.step_tables import step_tables
 from deepinfer.layers.caches import BLOCK_TOKENS, CacheGeometry
@@ -125,7 +121,6 @@ class Sublayer:
         self.norm = (torch.rand(HIDDEN, device=CUDA) + 0.5).bfloat16()
         self.scale, self.base = torch.tensor([1.0, 0.5, 2.0], device=CUDA), torch.randn(24, device=CUDA)
         self.out = torch.empty_like(self.trunk)
-        self.logits = torch.randn(rows, 24, device=CUDA)
         self.update: Update | None = None
         self.value = None
         if form == "plain":
@@ -155,18 +150,6 @@ class Sublayer:
     def enter(self, overlap: bool = True, shape: Shape | None = None, finish: FinishShape | None = None, **how):
         done = self.write_read(shape, overlap=overlap)
         return done, self.finish(done.partial, done.h, shape=finish, overlap=overlap, **how)
-
-    def enter_at_once(self, is_lazy: bool, early: bool = True, shape: ClusterShape | None = None, **how) -> Entered:
-        """In one launch; ``is_lazy``: of logits, to logits."""
-        weights = cluster_cuda.Sublayer(self.fn, self.norm, self.scale, self.base, NORM_EPS, HC_EPS, ITERATIONS)
-        prior: Mixes | MixLogits | None = None if self.update is None else self.mixes
-        if is_lazy and self.update is not None:
-            prior = MixLogits(self.logits, HC_EPS, ITERATIONS)
-        read = None if isinstance(prior, MixLogits) else self.read
-        return hc_enter(
-            self.trunk, read, prior, self.update, weights, out=self.out, may_leave_logits=is_lazy, early=early,
-            shape=shape or cluster_cuda.choose_shape(HIDDEN), **how,
-        )  # fmt: skip
 
     @property
     def num_bytes(self) -> float:
@@ -255,66 +238,6 @@ def check_graph(rows: int, form: str) -> None:
     report(f"overlapped graph {form} rows={rows}", same, "")
 
 
-def check_enter(rows: int, form: str) -> None:
-    """One launch against two: the same bits, over poisoned results, alone and in a graph whose launches overlap."""
-    one = Sublayer(rows, form)
-    wrong: list[str] = []
-    made = make_mixes(MixLogits(one.logits, HC_EPS, ITERATIONS))
-    if form != "none":
-        one.mixes, one.read = made, made.read
-    expected = [part.clone() for part in results_of(*one.enter(False, wants_codes=True, scale_dtype=torch.float32))]
-
-    def compare(name: str, found: Entered) -> None:
-        mixes = make_mixes(found.mixes) if isinstance(found.mixes, MixLogits) else found.mixes
-        parts = [found.trunk, *(part for part in found[2:6] if part is not None), *mixes]
-        bad = [i for i, (a, b) in enumerate(zip(parts, expected, strict=True)) if not torch.equal(a, b)]
-        if bad:
-            wrong.append(f"{name}: tensors {bad}")
-
-    def poison() -> None:
-        junk = [
-            torch.full((n,), float("nan"), device=CUDA) for n in (1 << 10, 1 << 14, 1 << 18, 1 << 22) for _ in "abc"
-        ]
-        one.out.fill_(float("nan"))
-        del junk
-
-    shapes = (None, ClusterShape(16, 1), ClusterShape(16, 3))
-    for shape in shapes if rows > 16 else shapes[:1]:
-        for is_lazy, early in ((False, False), (True, False), (True, True)):
-            poison()
-            how = {"wants_codes": True, "scale_dtype": torch.float32, "shape": shape}
-            compare(f"{shape} {is_lazy=} {early=}", one.enter_at_once(is_lazy, early, **how))
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        kept = [one.enter_at_once(n % 2 == 0, wants_codes=True, scale_dtype=torch.float32) for n in range(20)]
-    for _ in range(10):
-        graph.replay()
-    for number, found in enumerate(kept):
-        compare(f"graph {number}", found)
-    report(f"one launch {form} rows={rows}", not wrong, "; ".join(wrong[:4]))
-
-
-def check_chain(rows: int) -> None:
-    """Sublayers one after another, a launch between them, against two launches each: logits are passed on."""
-    layers = [Sublayer(rows, "plain") for _ in range(6)]
-    ours, theirs = layers[0].trunk, layers[0].trunk
-    prior: Mixes | MixLogits = layers[0].mixes
-    mixes, wrong = layers[0].mixes, 0
-    for number, layer in enumerate(layers):
-        layer.trunk = ours
-        weights = cluster_cuda.Sublayer(layer.fn, layer.norm, layer.scale, layer.base, NORM_EPS, HC_EPS, ITERATIONS)
-        found = hc_enter(
-            ours, None if isinstance(prior, MixLogits) else mixes.read, prior, layer.update, weights,
-            may_leave_logits=True, early=number > 0, shape=cluster_cuda.choose_shape(HIDDEN),
-        )  # fmt: skip
-        layer.trunk, layer.mixes, layer.read, layer.out = theirs, mixes, mixes.read, torch.empty_like(theirs)
-        done, finished = layer.enter()
-        wrong += not (torch.equal(found.x, finished.x) and torch.equal(found.trunk, done.trunk))
-        ours, prior, theirs, mixes = found.trunk, found.mixes, done.trunk, finished.mixes
-    report(f"chain of one launch each rows={rows}", wrong == 0, f"{wrong} sublayers differ")
-
-
 def check_others() -> None:
     rows = 33
     one = Sublayer(rows, "none")
@@ -395,12 +318,6 @@ def checks() -> None:
         guarded(f"invariance {form}", lambda form=form: check_invariance(form))
         guarded(f"graph {form}", lambda form=form: [check_graph(rows, form) for rows in (1, 48, 300)])
     guarded("others", check_others)
-
-
-def checks_of_enter() -> None:
-    for form in ("plain", "experts", "splits", "none"):
-        guarded(f"one launch {form}", lambda form=form: [check_enter(rows, form) for rows in (1, 7, 33, 300)])
-    guarded("chain", lambda: [check_chain(rows) for rows in (1, 40, 200)])
 
 
 # ---- times
@@ -505,31 +422,6 @@ def times_of_finish() -> None:
         print(f"    {'; '.join(texts)}; pair without overlap {chain:.2f}", flush=True)
 
 
-ENTER_ROWS = (1, 6, 8, 16, 32, 64, 128, 256, 384, 512, 8192)
-
-
-def times_of_enter() -> None:
-    """Two launches against one, which makes mixes or passes logits on."""
-    print("update     rows    two   mixes  logits  early  floor   us per sublayer", flush=True)
-    for form in FORMS:
-        for rows in ENTER_ROWS:
-            own = subjects(rows, form)
-            ways: dict[str, Callable[[Sublayer], object]] = {
-                "two": lambda one: one.enter(),
-                "mixes": lambda one: one.enter_at_once(False),
-                "logits": lambda one: one.enter_at_once(True, early=False),
-                "early": lambda one: one.enter_at_once(True),
-            }
-            found: dict[str, float] = {}
-            for name, way in ways.items():
-                launches = [lambda one=one, way=way: way(one) for one in own]
-                guarded(f"enter {name}", lambda: found.update({name: measure(launches)}))  # noqa: B023
-            floor = own[0].num_bytes / BYTES_PER_S * 1e6
-            row = "".join(f"{found.get(name, float('nan')):8.2f}" for name in ways)
-            print(f"{form:8s} {rows:6d}{row}{floor:7.2f}", flush=True)
-            results.append({"case": "enter", "update": form, "rows": rows, "floor_us": floor, **found})
-
-
 def times_of_others() -> None:
     for rows in (1, 64, 256):
 
@@ -561,16 +453,10 @@ def times_of_others() -> None:
         guarded(f"collapse_head {rows}", run_head)
 
 
-PARTS = {
-    "check": checks,
-    "write": times_of_write,
-    "finish": times_of_finish,
-    "enter": times_of_enter,
-    "others": times_of_others,
-}
+PARTS = {"check": checks, "write": times_of_write, "finish": times_of_finish, "others": times_of_others}
 
 
-def compile_ahead(parts: list[str]) -> None:
+def compile_ahead() -> None:
     """Compile the CUDA kernels side by side."""
 
     def write(form: str, shape: Shape | None, **wants: bool) -> None:
@@ -584,22 +470,10 @@ def compile_ahead(parts: list[str]) -> None:
 
         guarded(f"compile finish {slices_of} {shape} {how}", run)
 
-    def enter(form: str, is_lazy: bool, rows: int, **how) -> None:
-        guarded(f"compile enter {form}", lambda: Sublayer(rows, form).enter_at_once(is_lazy, **how))
-
     # One of each that compiles to code of its own.
     shapes = {tuple(shape.defines().items()): shape for shape in SHAPES}.values()
     widths = {shape.warps * shape.serial: Shape(shape.warps * shape.serial, 1) for shape in SHAPES}.values()
     with ThreadPoolExecutor(WORKERS) as pool:
-        for form in (*FORMS, "splits", "none"):
-            for is_lazy, rows in itertools.product((False, True), (3, 300)):
-                pool.submit(enter, form, is_lazy, rows)
-                pool.submit(enter, form, is_lazy, rows, wants_codes=True, scale_dtype=torch.float32)
-        for rows, form in itertools.product(ENTER_ROWS, FORMS):
-            pool.submit(write, form, choose_shape(rows, form == "experts"))
-            pool.submit(finish, choose_shape(rows, form == "experts"), choose_finish_shape(rows), {})
-        if not {"check", "write", "finish"} & set(parts):
-            return
         for form in FORMS:
             for shape in shapes:
                 pool.submit(write, form, shape)
@@ -620,7 +494,7 @@ def main() -> None:
     begin = time.time()
     torch.manual_seed(0)
     torch.empty(1, device=CUDA)
-    compile_ahead(arguments.only.split(","))
+    compile_ahead()
     print(f"compiled in {time.time() - begin:.1f} s", flush=True)
     for name in arguments.only.split(","):
         PARTS[name]()

@@ -52,7 +52,9 @@ DENSE = {
 PARTS: dict[str, list[Part]] = {
     **{name: [(Fp8Linear, "forward", _shape(*shapes))] for name, shapes in DENSE.items()},
     "all dense": [(Fp8Linear, "forward", _always)],
-    "both hc": [(residual, "hc_enter", _always)],
+    "hc write, read": [(residual, "hc_write_read", _always)],
+    "hc finish": [(residual, "hc_finish", _always)],
+    "both hc": [(residual, "hc_write_read", _always), (residual, "hc_finish", _always)],
     "query and key": [(attention, "query_key", _always)],
     "sparse attention": [(attention, "sparse_attention", _always)],
     "index, compressor": [(attention.Attention, "_selection", _always), (Compressor, "publish", _always)],

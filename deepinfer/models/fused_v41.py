@@ -22,7 +22,7 @@ from deepinfer.layers.caches import LayerCaches, ModelCaches
 from deepinfer.layers.fused.attention import Attention
 from deepinfer.layers.fused.engram import Engram
 from deepinfer.layers.fused.feed_forward import FeedForward
-from deepinfer.layers.fused.residual import HyperConnection, Residual, flush
+from deepinfer.layers.fused.residual import HyperConnection, Residual, flush, keep_rows
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
 from deepinfer.layers.weights import TensorSource
@@ -81,9 +81,9 @@ class FusedLayer:
         if step.cut is not None and step.cut.layer_id == self.plan.layer_id:
             cut = step.cut
             if cut.rows is None:
-                residual.keep_rows(cut.kept)
+                keep_rows(residual, cut.kept)
                 return False
-            residual.keep_rows(cut.kept)
+            keep_rows(residual, cut.kept)
             inputs = inputs.of_rows(cut.kept)
             step.narrow()
         residual.update = self.attention.forward(inputs, step, caches)

@@ -1,4 +1,4 @@
-"""Launches of ``cuda/hyper_connection_cluster.cu``, one between two sublayers, and ``cuda/hyper_connection_mixes.cu``.
+"""Launches of ``cuda/hyper_connection_cluster.cu``, one between two sublayers, and of ``cuda/hyper_connection_mixes.cu``.
 
 The bits are those of the two launches of :mod:`.launches_cuda`.
 """

@@ -1,7 +1,7 @@
-"""The residual streams in flight, and the hyper-connection of one sublayer (spec 4.2).
+"""The residual streams in flight, and the hyper-connection of one sublayer in two launches (spec 4.2).
 
-A sublayer's output is not written when it is known but when the next sublayer reads: it then writes, reads and
-sums for the next mixes while the streams pass through the registers once.
+A sublayer's output is not written when it is known but when the next sublayer reads: one kernel then writes, reads and
+makes the partial sums of the next mixes while the streams pass through the registers once.
 """
 
 from __future__ import annotations
@@ -12,59 +12,24 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.hyper_connection.cluster_cuda import Sublayer
-from deepinfer.kernels.hyper_connection.enter import hc_enter, make_mixes
-from deepinfer.kernels.hyper_connection.parts import Mixes, MixLogits, Update, new_mixes
+from deepinfer.kernels.hyper_connection.finish import hc_finish
+from deepinfer.kernels.hyper_connection.parts import Mixes, Update
 from deepinfer.kernels.hyper_connection.write_read import hc_write_read
 from deepinfer.layers.fused.weights import PackedSource
 
 
+@dataclass(slots=True)
 class Residual:
-    """The streams between two sublayers.
+    """The streams between two sublayers."""
 
-    Args:
-        trunk: ``[rows, M, hidden]`` bf16.
-        read_mix: ``[rows, M]`` float32, with which the next sublayer reads.
-    """
-
-    def __init__(self, trunk: Tensor, read_mix: Tensor) -> None:
-        self.trunk = trunk
-        """Without ``update``."""
-        self.update: Update | None = None
-        """Output of the last sublayer, not yet written; None at the start and behind an n-gram layer."""
-        self.prior: Mixes | MixLogits | None = None
-        """Of the last sublayer; None at the start."""
-        self._first_read_mix = read_mix
-
-    @property
-    def mixes(self) -> Mixes | None:
-        """Of the last sublayer, made by a launch of its own if that has not happened yet."""
-        if isinstance(self.prior, MixLogits):
-            self.prior = make_mixes(self.prior)
-        return self.prior
-
-    @property
-    def read_mix(self) -> Tensor:
-        """``[rows, M]`` float32, with which the next sublayer reads; as :attr:`mixes`."""
-        mixes = self.mixes
-        return self._first_read_mix if mixes is None else mixes.read
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Go on with some rows only (spec 6.1). Nothing may be pending.
-
-        Args:
-            rows: ``[kept]`` int64.
-        """
-        assert self.update is None
-        mixes = self.mixes
-        self.trunk = self.trunk[rows]
-        if mixes is None:
-            self._first_read_mix = self._first_read_mix[rows]
-            return
-        _, kept = new_mixes(mixes.read, len(rows), self.trunk.shape[1])
-        for mine, theirs in zip(kept, mixes, strict=True):
-            mine.copy_(theirs[rows])
-        self.prior = kept
+    trunk: Tensor
+    """``[rows, M, hidden]`` bf16, without ``update``."""
+    read_mix: Tensor
+    """``[rows, M]`` float32, with which the next sublayer reads."""
+    update: Update | None = None
+    """Output of the last sublayer, not yet written; None at the start and behind an n-gram layer."""
+    mixes: Mixes | None = None
+    """Of the sublayer that ``update`` comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +65,11 @@ class HyperConnection:
     """
 
     def __init__(self, config: TextConfig, kind: str, weights: PackedSource, wants_codes: bool) -> None:
-        self.sublayer = Sublayer(
-            weights.fp32(f"hc_{kind}_fn"),
-            weights.bf16(f"{kind}_norm.weight"),
-            weights.fp32(f"hc_{kind}_scale"),
-            weights.fp32(f"hc_{kind}_base"),
-            config.rms_norm_eps,
-            config.hc_eps,
-            config.hc_sinkhorn_iters,
-        )
+        self.norm_eps, self.hc_eps, self.iterations = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+        self.fn = weights.fp32(f"hc_{kind}_fn")
+        self.scale = weights.fp32(f"hc_{kind}_scale")
+        self.base = weights.fp32(f"hc_{kind}_base")
+        self.norm = weights.bf16(f"{kind}_norm.weight")
         self.wants_codes = wants_codes
 
     def enter(self, residual: Residual, features: list[Tensor] | None = None) -> SublayerInput:
@@ -117,27 +78,35 @@ class HyperConnection:
         Args:
             features: gets the mean of the streams, ``[rows, hidden]`` bf16.
         """
-        update = residual.update
-        # Read only: perhaps no launch lies between this one and the one that left the mixes.
-        prior = None if update is None else residual.prior
-        read_mix = None if isinstance(prior, MixLogits) else residual.read_mix
-        entered = hc_enter(
+        read = hc_write_read(
             residual.trunk,
-            read_mix,
-            prior,
-            update,
-            self.sublayer,
+            residual.read_mix,
+            self.fn,
+            residual.update,
+            residual.mixes if residual.update is not None else None,
             wants_feature=features is not None,
+        )
+        assert read.partial is not None
+        assert read.h is not None
+        finished = hc_finish(
+            read.partial,
+            read.h,
+            self.norm,
+            self.scale,
+            self.base,
+            self.norm_eps,
+            self.hc_eps,
+            self.iterations,
             wants_codes=self.wants_codes,
             scale_dtype=torch.float32,
-            may_leave_logits=True,
-            early=True,  # every sublayer has launches of its own
         )
-        if features is not None and entered.feature is not None:
-            features.append(entered.feature)
-        assert entered.xq is not None
-        residual.trunk, residual.update, residual.prior = entered.trunk, None, entered.mixes
-        return SublayerInput(entered.x, entered.xq, entered.codes, entered.scales)
+        if features is not None and read.feature is not None:
+            features.append(read.feature)
+        assert finished.mixes is not None
+        assert finished.xq is not None
+        residual.trunk, residual.update, residual.mixes = read.trunk, None, finished.mixes
+        residual.read_mix = finished.mixes.read
+        return SublayerInput(finished.x, finished.xq, finished.codes, finished.scales)
 
 
 def flush(residual: Residual, features: list[Tensor] | None = None) -> None:
@@ -150,3 +119,24 @@ def flush(residual: Residual, features: list[Tensor] | None = None) -> None:
     if features is not None and written.feature is not None:
         features.append(written.feature)
     residual.trunk, residual.update = written.trunk, None
+
+
+def keep_rows(residual: Residual, rows: Tensor) -> None:
+    """Go on with some rows only (spec 6.1). Nothing may be pending.
+
+    Args:
+        rows: ``[kept]`` int64.
+    """
+    assert residual.update is None
+    residual.trunk, residual.read_mix = residual.trunk[rows], residual.read_mix[rows]
+    if residual.mixes is not None:
+        streams = residual.trunk.shape[1]
+        packed = residual.mixes.read.new_empty(len(rows), (2 + streams) * streams)
+        kept = Mixes(
+            packed[:, :streams],
+            packed[:, streams : 2 * streams],
+            packed[:, 2 * streams :].unflatten(1, (streams, streams)),
+        )
+        for mine, theirs in zip(kept, residual.mixes, strict=True):
+            mine.copy_(theirs[rows])
+        residual.mixes = kept
