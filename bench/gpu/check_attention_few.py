@@ -10,11 +10,8 @@ it. Alone: launches of attention one after another.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -150,16 +147,6 @@ class Chain:
         return statistics.median(times)
 
 
-@contextmanager
-def warm_up(enabled: bool | None) -> Iterator[None]:
-    usual = sparse_attention_few.launch
-    sparse_attention_few.launch = functools.partial(usual, warm_up=enabled)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sparse_attention_few.launch = usual
-
-
 def measure(rows: int, pool: Pool, chain: Chain) -> dict[str, Any]:
     """Microseconds: of a link without attention, and what attention adds to it and takes alone."""
     batches = [make_batch(rows, pool) for _ in range(max(8, 64 // rows))]
@@ -176,10 +163,7 @@ def measure(rows: int, pool: Pool, chain: Chain) -> dict[str, Any]:
     for splits in sparse_attention_few.SPLITS:
         if rows * 4 * splits <= 1100:
             one(f"few/{splits}", {"implementation": "few", "splits": splits})
-            with warm_up(not rows * 4 * splits <= 264):
-                one(f"few/{splits}, other warm-up", {"implementation": "few", "splits": splits})
-    with warm_up(None):
-        one("one part", {"implementation": "few", "split_weights": False})
+    one("one part", {"implementation": "few", "split_weights": False})
     result["bare_again_us"] = round(chain.link_us(rows, None), 2)
     print(result, flush=True)
     return result

@@ -10,9 +10,8 @@ by then too, provided that the kernel before waited for them: it was launched wi
 ``griddepcontrol.wait`` itself. Hence the rule for a kernel that is launched with ``overlap``, after any kernel:
 
 - it executes ``griddepcontrol.wait`` on every path, in each CTA;
-- before that it reads only what no kernel in flight can write (weights, complete since they were loaded), but for reads
-  that only bring memory into the L2, bounded and with no influence on any result; and it writes no global memory, since
-  the allocator may have given it a buffer that an earlier kernel still reads;
+- before that it reads only what no kernel in flight can write (weights, complete since they were loaded) and writes no
+  global memory, since the allocator may have given it a buffer that an earlier kernel still reads;
 - in a CTA where one thread waits for all, the others touch global memory other than weights only after a barrier that
   follows the wait;
 - no thread executes ``griddepcontrol.launch_dependents`` before it has waited. So when a kernel begins, whatever came
@@ -129,17 +128,6 @@ class Kernel:
         config = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, attributes, count)
         _bind_context(self._device_index)
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), f"launch {self._name}")
-
-    def max_clusters(self, threads: int, cluster: int, *, shared_bytes: int = 0) -> int:
-        """How many clusters of ``cluster`` CTAs run at once on a GPU that runs nothing else; 0: none fits."""
-        self._allow_cluster(cluster)
-        attribute = _Attribute(_CLUSTER_DIMENSION)
-        attribute.value[0:3] = (cluster, 1, 1)
-        config = _LaunchConfig((cluster, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(attribute), 1)
-        count = ctypes.c_int()
-        _bind_context(self._device_index)
-        result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
-        return count.value if result == 0 else 0
 
     def _allow_cluster(self, cluster: int) -> None:
         if cluster > _PORTABLE_CLUSTER and not self._is_wide:

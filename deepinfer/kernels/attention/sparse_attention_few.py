@@ -13,11 +13,11 @@ from deepinfer.kernels import nvrtc
 SOURCE = "attention_few.cu"
 _THREADS = 256
 _GROUP_HEADS = 16
-_CTAS_PER_SM = 2
 SPLITS = (4, 8, 16)
-MAX_ROWS = 16
-"""Rows up to which this kernel takes the place of ``attention.cu``. An estimate: ``bench/gpu/check_attention.py``
-measures both."""
+MAX_ROWS = 4
+"""Rows up to which this kernel takes the place of ``attention.cu``. Microseconds that attention adds between the products
+before and behind it, on an H200 (``bench/gpu/check_attention_few.py``): 9.8, 13.7 and 22.7 for 1, 4 and 8 rows, with the
+other kernel 17.1, 17.7 and 18.3. To run the code once ahead, while the kernel before still runs, made it 5 to 10 slower."""
 
 
 class _Arguments(ctypes.Structure):
@@ -31,10 +31,7 @@ class _Arguments(ctypes.Structure):
         ),
         *(
             (name, ctypes.c_int)
-            for name in (
-                *("rows", "query_stride", "width", "num_selected", "quantize", "log_splits"),
-                *("num_step", "num_ring", "num_entries", "warm_up"),
-            )
+            for name in (*("rows", "query_stride", "width", "num_selected", "quantize", "log_splits"),)
         ),
     )
 
@@ -46,9 +43,9 @@ def accepts(heads: int, head_dim: int, rope_width: int, device: torch.device) ->
 
 
 def choose_splits(rows: int, heads: int) -> int:
-    """Parts of a row's keys: as many as leave all CTAs of the launch running at once."""
+    """Parts of a row's keys: as many as leave each CTA of the launch an SM of its own."""
     groups = -(-heads // _GROUP_HEADS)
-    return next((s for s in reversed(SPLITS) if rows * groups * s <= _CTAS_PER_SM * 132), SPLITS[0])
+    return next((s for s in reversed(SPLITS) if rows * groups * s <= 132), SPLITS[0])
 
 
 def launch(
@@ -66,22 +63,14 @@ def launch(
     out: Tensor,
     splits: int,
     split_weights: bool,
-    *,
-    warm_up: bool | None = None,
 ) -> None:
-    """Arguments as :func:`.sparse_attention_triton.launch`; ``splits`` is 4, 8 or 16.
-
-    Args:
-        warm_up: run the code once before waiting for earlier kernels; default: if all CTAs start at once.
-    """
+    """Arguments as :func:`.sparse_attention_triton.launch`; ``splits`` is 4, 8 or 16."""
     rows, heads, _ = q.shape
     if rows == 0:
         return
     groups = -(-heads // _GROUP_HEADS)
-    if warm_up is None:
-        warm_up = rows * groups * splits <= _CTAS_PER_SM * nvrtc.num_multiprocessors(q.device)
     packed = arguments(
-        q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, quantize_output, out, splits, warm_up
+        q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, quantize_output, out, splits
     )
     defines = definitions(heads, 2 * cos.shape[1], fp4, split_weights)
     kernel = nvrtc.load_kernel(SOURCE, "sparse_attention_few", defines, q.device)
@@ -101,7 +90,6 @@ def arguments(
     quantize_output: bool,
     out: Tensor,
     splits: int,
-    warm_up: bool,
 ) -> ctypes.Structure:
     """What the kernel takes."""
     assert splits in SPLITS, f"{splits=}"
@@ -110,7 +98,7 @@ def arguments(
     tensors = (q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, out)
     return _Arguments(
         *(t.data_ptr() for t in tensors), len(q), q.stride(0), window_index.shape[1], entry_slots.shape[1],
-        int(quantize_output), splits.bit_length() - 1, len(step_records), len(ring), len(entries), int(warm_up),
+        int(quantize_output), splits.bit_length() - 1,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 // Sparse attention of few rows, from the raw query to the rounded output: what attention.cu computes, cut for latency.
 //
 // One row has 0.2 MB of keys: the time goes into waiting, for memory and for code, since every step pushes both out of
-// the L2. So the work of a row is spread over many CTAs, the code is short, and all of it runs once before it is needed.
+// the L2. So the work of a row is spread over many CTAs, and the code is short.
 //
 // A cluster of `splits` CTAs has 16 heads of a row; each CTA a range of its keys, in tiles of 8, TILES at a time. Warp w
 // has channels [64 w, 64 w + 64) of all of them. Lane 4 g + q loads, of key g of each tile and of heads g and g + 8, the
@@ -9,10 +9,6 @@
 // are, and a transposition in registers makes them the operands of the second product. So keys never pass through shared
 // memory; logits do, to be summed over the warps. Maxima and totals meet first, while the second product runs; then each
 // CTA scales its sums and sends 512 / splits channels to each CTA of the cluster, which adds them in the order of splits.
-//
-// The first of two passes runs before the kernel waits for the ones before it, and writes nothing: it fetches the code,
-// and into the L2 the records that the indices name. What it reads may still change: it reads no record outside of the
-// pools, and nothing of it reaches the second pass, whose loads pass by the L1.
 //
 // Where a key is missing another record is read in its place: any bytes make finite keys (neither format's NaN survives
 // the way they are widened), and their weights are zero.
@@ -70,8 +66,6 @@ struct Arguments {
   int rows, query_stride, width, num_selected;
   int quantize;                        // round the output by Q8
   int log_splits;                      // 2 to 4
-  int num_step, num_ring, num_entries;  // records
-  int warm_up;                         // run the first pass
 };
 
 // ---------------------------------------------------------------- instructions
@@ -115,7 +109,7 @@ __device__ __forceinline__ void send(u32 to, u32 barrier, float a, float b) {
                :: "r"(to), "r"(barrier), "f"(a), "f"(b) : "memory");
 }
 
-// Loads of what other kernels write pass by the L1, which may hold what the first pass saw.
+// Loads of what other kernels write, past the L1: nothing is read twice.
 __device__ __forceinline__ u32 load_byte(const u8* p) {
   u32 v;
   asm volatile("ld.global.cg.u8 %0, [%1];" : "=r"(v) : "l"(p));
@@ -248,15 +242,12 @@ struct Keys {
   const u8 *step_records, *ring, *entries;
   int window_tiles;                    // tiles before it hold window keys
   int window_end, entry_end;           // number of the first key past the end, of 8 times tile + lane / 4
-  u32 num_step, num_ring, num_entries;
 
-  __device__ __forceinline__ Keys(const Arguments& a, int row, int window_tiles, int end, bool real)
+  __device__ __forceinline__ Keys(const Arguments& a, int row, int window_tiles, int end)
       : step_records(a.step_records), ring(a.ring), entries(a.entries), window_tiles(window_tiles) {
     window_index = a.window_index + (long long)row * a.width;
     entry_slots = a.entry_slots + (long long)row * a.num_selected - 8 * window_tiles;
     window_end = min(a.width, 8 * end), entry_end = min(8 * window_tiles + a.num_selected, 8 * end);
-    const u32 trust = real ? 0x80000000u : 0;  // in the second pass indices are what they should be
-    num_step = max((u32)a.num_step, trust), num_ring = max((u32)a.num_ring, trust), num_entries = max((u32)a.num_entries, trust);
   }
 
   // 16 channels of TILES keys from `tile` on; `seen`: by tile, lanes whose key exists.
@@ -272,8 +263,8 @@ struct Keys {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       const bool window = tile + t < window_tiles, old = window && index[t] < 0, fp4 = FP4 && !window;
-      const u32 number = old ? -2 - index[t] : index[t];  // of none: past every limit
-      const bool exists = number < (window ? old ? num_ring : num_step : num_entries);
+      const int number = old ? -2 - index[t] : index[t];
+      const bool exists = number >= 0;
       const u8* from = !exists || (window && !old) ? step_records : window ? ring : entries;
       from += (exists ? number : 0) * (unsigned long long)(fp4 && exists ? FP4_RECORD : FP8_RECORD);
       seen[t] = __ballot_sync(~0u, exists);
@@ -414,7 +405,7 @@ __device__ __forceinline__ void send_sums(Shared& shared, const float (&sums)[8]
 
 // Add the splits' sums of this CTA's channels, turn them back, round and write them. A thread has four channels of one
 // head at a time; eight lanes (bits 0, 3 and 4) have a group of 32.
-__device__ __forceinline__ void finish(const Arguments& a, const Shared& shared, int log_splits, int split, int row, int first_head, bool real) {
+__device__ __forceinline__ void finish(const Arguments& a, const Shared& shared, int log_splits, int split, int row, int first_head) {
   const int lane = threadIdx.x % 32, log_blocks = 5 - log_splits, vector = lane / 8;
 #pragma unroll 1
   for (int item = threadIdx.x / 32; item < 64 >> log_splits; item += WARPS) {
@@ -445,7 +436,7 @@ __device__ __forceinline__ void finish(const Arguments& a, const Shared& shared,
       low = round_q8(low, inverse, scale), high = round_q8(high, inverse, scale);
     }
     const int h = first_head + 8 * half + head;
-    if (real && h < H) store_global(a.out + ((long long)row * H + h) * D + channel, low, high);
+    if (h < H) store_global(a.out + ((long long)row * H + h) * D + channel, low, high);
   }
 }
 
@@ -460,44 +451,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_attention_few(co
   const float sink = a.sink[min(first_head + my_head, H - 1)] * 1.4426950408889634f;
   if (threadIdx.x == 0) init_barrier(&shared.stats_full), init_barrier(&shared.sums_full);
   cluster_arrive();
-#pragma unroll 1
-  for (int pass = a.warm_up ? 0 : 1, phase = 0; pass < 2; ++pass, ++phase) {
-    const bool real = pass == 1;
-    if (real) wait_for_earlier_kernels(), let_next_kernel_start();
-    u32 query[4][4];
-    fetch_query(query, a, row, first_head + lane / 4, channel);
-    if (threadIdx.x < ROPE) {
-      const float* from = threadIdx.x < ROPE / 2 ? a.cosines : a.sines;
-      shared.angles[threadIdx.x] = __int_as_float(load_int(from + (long long)row * (ROPE / 2) + threadIdx.x % (ROPE / 2)));
-    }
-    if (threadIdx.x == 0) {
-      expect(&shared.stats_full, (GROUP_HEADS * 8) << a.log_splits);
-      expect(&shared.sums_full, GROUP_HEADS * D * 4);
-    }
-    const Keys source(a, row, window_tiles, end, real);
-    float sums[8][4] = {};
-    float largest = sink, total = split == 0 && lane % 16 == 0 ? 1.0f : 0.0f;
-    int tile = begin;
-    do {  // once at least: the barriers in it order the angles, too
-      u32 keys[TILES][8], seen[TILES];
-      Codes codes[TILES];
-      source.fetch(codes, seen, tile);
-      multiply_keys(shared, keys, query, codes, window_tiles - tile);
-      __syncthreads();
-      softmax(shared, seen, largest, total);
-      __syncthreads();
-      multiply_values(sums, shared, keys);
-    } while ((tile += TILES) < end);
-    total = sum_over_head(total);
-    if (phase == 0) cluster_wait();
-    if (lane % 16 >> a.log_splits == 0)
-      send(remote_address(shared_address(&shared.stats[split][my_head]), lane % 16),
-           remote_address(shared_address(&shared.stats_full), lane % 16), largest, total);
-    // Whoever has the stats of all warps of the cluster knows that all are done with the logits, whose place the sums
-    // take, and with the sums of the first pass.
-    wait_for_bytes(&shared.stats_full, phase);
-    send_sums(shared, sums, a.log_splits, split);
-    wait_for_bytes(&shared.sums_full, phase);
-    finish(a, shared, a.log_splits, split, row, first_head, real);
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  u32 query[4][4];
+  fetch_query(query, a, row, first_head + lane / 4, channel);
+  if (threadIdx.x < ROPE) {
+    const float* from = threadIdx.x < ROPE / 2 ? a.cosines : a.sines;
+    shared.angles[threadIdx.x] = __int_as_float(load_int(from + (long long)row * (ROPE / 2) + threadIdx.x % (ROPE / 2)));
   }
+  if (threadIdx.x == 0) {
+    expect(&shared.stats_full, (GROUP_HEADS * 8) << a.log_splits);
+    expect(&shared.sums_full, GROUP_HEADS * D * 4);
+  }
+  const Keys source(a, row, window_tiles, end);
+  float sums[8][4] = {};
+  float largest = sink, total = split == 0 && lane % 16 == 0 ? 1.0f : 0.0f;
+  int tile = begin;
+  do {  // once at least: the barriers in it order the angles, too
+    u32 keys[TILES][8], seen[TILES];
+    Codes codes[TILES];
+    source.fetch(codes, seen, tile);
+    multiply_keys(shared, keys, query, codes, window_tiles - tile);
+    __syncthreads();
+    softmax(shared, seen, largest, total);
+    __syncthreads();
+    multiply_values(sums, shared, keys);
+  } while ((tile += TILES) < end);
+  total = sum_over_head(total);
+  cluster_wait();
+  if (lane % 16 >> a.log_splits == 0)
+    send(remote_address(shared_address(&shared.stats[split][my_head]), lane % 16),
+         remote_address(shared_address(&shared.stats_full), lane % 16), largest, total);
+  // Whoever has the stats of all warps of the cluster knows that all are done with the logits, whose place the sums
+  // take.
+  wait_for_bytes(&shared.stats_full, 0);
+  send_sums(shared, sums, a.log_splits, split);
+  wait_for_bytes(&shared.sums_full, 0);
+  finish(a, shared, a.log_splits, split, row, first_head);
 }

@@ -38,8 +38,7 @@ struct Arguments {
   float norm_eps, hc_eps;
 };
 
-#include "hyper_connection_mixes.cuh"
-#include "hyper_connection_norm.cuh"
+#include "hyper_connection_input.cuh"
 
 // ---------------------------------------------------------------- sums
 // The sum over the neighbours of one group.

@@ -49,19 +49,6 @@ struct FnShare {
 };
 
 // ---------------------------------------------------------------- mixes
-#if KIND == 2
-__device__ __forceinline__ u32 mask_of(const Arguments& a, long long row) {  // the experts of a row that count
-  if (!a.experts) return ~0u;
-  int experts[K];
-#pragma unroll
-  for (int k = 0; k < K; ++k) experts[k] = a.experts[row * K + k];
-  u32 mask = 0;
-#pragma unroll
-  for (int k = 0; k < K; ++k) mask |= (experts[k] >= 0) << k;
-  return mask;
-}
-#endif
-
 // Of 16 rows, in shared memory: write mix, stream mix, read mix, mask. A warp loads its own.
 struct TileMixes {
   Floats parts[3];
@@ -77,7 +64,16 @@ struct TileMixes {
       parts[i] = *(const Floats*)from;
     }
 #if KIND == 2
-    mask = mask_of(a, min(first_row + lane % 16, a.rows - 1));
+    mask = ~0u;
+    if (a.experts) {
+      const long long row = min(first_row + lane % 16, a.rows - 1);
+      int experts[K];
+#pragma unroll
+      for (int k = 0; k < K; ++k) experts[k] = a.experts[row * K + k];
+      mask = 0;
+#pragma unroll
+      for (int k = 0; k < K; ++k) mask |= (experts[k] >= 0) << k;
+    }
 #endif
   }
 

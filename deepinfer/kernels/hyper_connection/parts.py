@@ -46,20 +46,6 @@ class Mixes(NamedTuple):
     """``[rows, M, M]``"""
 
 
-class MixLogits(NamedTuple):
-    """Mixes of one sublayer that have not been made yet."""
-
-    logits: Tensor
-    """``[rows, (2 + M) * M]`` float32, dense: for the read mix, the write mix and the stream mix."""
-    eps: float
-    iterations: int
-    """Of Sinkhorn."""
-
-    @property
-    def constants(self) -> tuple[float, int]:
-        return self.eps, self.iterations
-
-
 def new_mixes(like: Tensor, rows: int, streams: int) -> tuple[Tensor, Mixes]:
     """Storage ``[rows, (2 + M) * M]`` float32 and its views."""
     packed = like.new_empty(rows, (2 + streams) * streams, dtype=torch.float32)

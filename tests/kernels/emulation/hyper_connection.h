@@ -7,12 +7,6 @@ static float __shfl_xor_sync(u32, float value, int step) {
   return __uint_as_float(exchange(__float_as_uint(value), [&](u32* v) { return v[lane ^ step]; }));
 }
 static Meeting sets[TILES];
-static Meeting named[CLUSTER][16];
-static void meet_some(int name, int threads) { meet(named[fibers[current].cta][name], threads); }
-#define load_from_l2(p) (*(const Floats*)(p))
-template <class T> static void store_of(float* p, u32 rank, const T& x) {
-  std::memcpy(shared_memory[rank] + ((char*)p - shared_memory[fibers[current].cta]), &x, sizeof x);
-}
 static void meet_set(int set) { meet(sets[set], THREADS / TILES); }
 
 static u32 pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }

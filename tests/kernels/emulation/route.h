@@ -116,21 +116,6 @@ static int run_threads(int begin, int end) {  // until each waits; how many ende
   }
   return ended;
 }
-// As run_threads, of a cluster. Which thread runs first is the variable EMULATION_ORDER: 0 as they are counted, 1
-// backwards, 2 from each CTA in turn.
-static int run_cluster() {
-  const int count = THREADS * CLUSTER;
-  const char* chosen = std::getenv("EMULATION_ORDER");
-  const int order = chosen ? std::atoi(chosen) : 0;
-  int ended = 0;
-  for (int i = 0; i < count; ++i) {
-    current = order == 0 ? i : order == 1 ? count - 1 - i : i % CLUSTER * THREADS + i / CLUSTER;
-    if (fibers[current].done) continue;
-    swapcontext(&scheduler, &fibers[current].context);
-    ended += fibers[current].done;
-  }
-  return ended;
-}
 static void begin_launch(const int* grid, int num_ctas, void (*kernel)()) {
   entry = kernel, gridDim = {grid[0], grid[1], grid[2]};
   stacks.assign(THREADS * num_ctas, std::vector<char>(16 * 1024));
@@ -153,7 +138,7 @@ static int launch(const int* grid, void (*kernel)()) {
         for (int cta = 0; cta < CLUSTER; ++cta) start_cta(cta, {first + cta, y, z});
         for (int left = THREADS * CLUSTER; left > 0 && !stuck;) {
           const long before = progress;
-          left -= run_cluster();
+          left -= run_threads(0, THREADS * CLUSTER);
           stuck = progress == before;
         }
       }

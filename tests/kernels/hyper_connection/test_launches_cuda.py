@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import re
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from deepinfer.kernels import nvrtc
 from deepinfer.kernels.hyper_connection import launches_cuda as cuda
 from deepinfer.kernels.hyper_connection.finish import hc_finish
 from deepinfer.kernels.hyper_connection.launches_cuda import FinishShape, Shape
@@ -14,10 +22,14 @@ from deepinfer.kernels.hyper_connection.write_read import hc_write_read
 from deepinfer.ops import number_formats as nf
 from deepinfer.ops.hyper_connection import hc_mixes, hc_read, hc_write
 from deepinfer.ops.norm import rms_norm
+from tests.kernels.emulation import compile_for_cpu
 from tests.kernels.hyper_connection import test_hyper_connection as plain
-from tests.kernels.hyper_connection.emulator import emulate, needs_compiler
 
-pytestmark = [pytest.mark.gpu, needs_compiler]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() and shutil.which("g++") is None, reason="needs a C++ compiler"),
+]
+MARK = "// ---------------------------------------------------------------- "
 HIDDEN = 256
 SHAPES = [
     Shape(1, 1),
@@ -31,7 +43,42 @@ SHAPES = [
 FINISH_SHAPES = [FinishShape(1, False), FinishShape(2, True), FinishShape(4, True), FinishShape(4, False)]
 
 
-_emulate = pytest.fixture(autouse=True)(emulate)
+@functools.cache
+def _emulator(source: str, entry: str, defines: tuple[tuple[str, int], ...]) -> Any:
+    kernel = re.sub(f"{MARK}instructions.*?(?={MARK})", "", nvrtc.read_source(source), flags=re.DOTALL)
+    kernel = kernel.replace("extern __shared__ __align__(16) char shared[];", "char* shared = at(0);")
+    kernel = re.sub(r"__shared__ __align__\(16\) float sums\[.*\];", "float* sums = (float*)at(0);", kernel)
+    kernel = kernel.replace("#define THREADS 160\n", "")
+    constants = {"TILES": 1, "CLUSTER": 1} | dict(defines)
+    constants["THREADS"] = 32 * constants["WARPS"] * constants["TILES"] if "WARPS" in constants else 160
+    body = "static const Arguments* arguments;\n"
+    body += f"static void call() {{ {entry}(*arguments); }}\n"
+    body += 'extern "C" int emulate(const void* a, const int* grid) {\n'
+    body += "  arguments = (const Arguments*)a;\n  return launch(grid, call);\n}\n"
+    return compile_for_cpu(constants, ("route.h", "hyper_connection.h"), kernel, body)
+
+
+class _Kernel:
+    """Stands in for :class:`nvrtc.Kernel`."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def launch(self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], **_: Any) -> None:
+        del threads
+        assert self.function(ctypes.byref(arguments[0]), (ctypes.c_int * 3)(*grid)) == 0, "deadlock"
+
+
+@pytest.fixture(autouse=True)
+def _emulate(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    if device.type == "cuda":
+        return
+
+    def load_kernel(source: str, entry: str, defines: dict[str, int], *_: Any, **__: Any) -> _Kernel:
+        return _Kernel(_emulator(source, entry, tuple(sorted(defines.items()))))
+
+    monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
+    monkeypatch.setattr(cuda, "is_available", lambda device: True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-// Mixes of their logits. For the kernels that include this file behind ITERATIONS.
+// What becomes of the sums of a row: the sublayer's input, normed and rounded, and its mixes. For the kernels that include
+// this file behind their Arguments, HIDDEN, ITERATIONS, NORM_BF16, ROUNDED, CODES and SCALES.
 //
 // Expressions are written so that the compiler has no choice of rounding: every kernel gives the same bits.
 
@@ -37,8 +38,11 @@ __device__ __forceinline__ void balance(float (&c)[4][4], float eps) {
     for (int j = 0; j < 4; ++j) c[i][j] = c[i][j] * rows[i] * columns[j];
 }
 
-// A number of the read mix or the write mix, of its logit.
-__device__ __forceinline__ float gate_of(int mix, float logit, float eps) {
+// A number of a row's 24, from its product with fn and the mean square of the streams.
+__device__ __forceinline__ float logit_of(float product, float squares, float factor, float offset, float norm_eps) {
+  return fmaf(factor, rsqrtf(squares / (4 * HIDDEN) + norm_eps) * product, offset);
+}
+__device__ __forceinline__ float gate_of(int mix, float logit, float eps) {  // of the read mix and of the write mix
   const float gate = 1.0f / (1.0f + expf(-logit));
   return mix < 4 ? gate + eps : 2.0f * gate;
 }
@@ -63,24 +67,55 @@ __device__ __forceinline__ void store_mixes(float logit, int lane, float* mixes,
     for (int i = 0; i < 4; ++i) *(Floats*)(mixes + 8 + 4 * i) = *(const Floats*)c[i];
 }
 
-// The same of one row, by a thread, from its 24 logits.
-struct RowMixes {
-  float gates[8], streams[4][4];
-
-  __device__ __forceinline__ void make(const Floats (&logits)[6], float eps) {
+// ---------------------------------------------------------------- norm
+__device__ __forceinline__ void load_norm(const Arguments& a, int column, float (&weight)[8]) {
+  if (NORM_BF16) {
+    const Words words = *(const Words*)((const u16*)a.norm + column);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) gates[i] = gate_of(i, logits[i / 4].of[i % 4], eps);
+    for (int p = 0; p < 4; ++p) weight[2 * p] = low_of(words.of[p]), weight[2 * p + 1] = high_of(words.of[p]);
+  } else {
+    const Floats first = *(const Floats*)((const float*)a.norm + column);
+    const Floats second = *(const Floats*)((const float*)a.norm + column + 4);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Floats& line = logits[2 + i];
-      const float largest = fmaxf(fmaxf(line.of[0], line.of[1]), fmaxf(line.of[2], line.of[3]));
-      float powers[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) powers[j] = expf(line.of[j] - largest);
-      const float total = (powers[0] + powers[1]) + (powers[2] + powers[3]);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) streams[i][j] = powers[j] / total + eps;
-    }
-    balance(streams, eps);
+    for (int i = 0; i < 4; ++i) weight[i] = first.of[i], weight[4 + i] = second.of[i];
   }
-};
+}
+
+__device__ __forceinline__ Words normed(const Words& h, float inverse, const float (&weight)[8]) {
+  Words x;
+#pragma unroll
+  for (int p = 0; p < 4; ++p)
+    x.of[p] = pack(low_of(h.of[p]) * inverse * weight[2 * p], high_of(h.of[p]) * inverse * weight[2 * p + 1]);
+  return x;
+}
+
+// 8 columns; four neighbouring threads share a scale.
+__device__ __forceinline__ void store_rounded(const Arguments& a, const Words& x, long long at, bool exists) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int p = 0; p < 4; ++p) largest = fmaxf(largest, fmaxf(fabsf(low_of(x.of[p])), fabsf(high_of(x.of[p]))));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  // The smallest power of two that is at least max(largest, 1e-4) / 448; 448 is 1.75 * 2^8.
+  const int exponent = ((int)(__float_as_uint(fmaxf(largest, 1e-4f)) + 0x1FFFFF) >> 23) - 135;
+  const float scale = __uint_as_float((u32)(exponent + 127) << 23);
+  const float inverse = __uint_as_float((u32)(127 - exponent) << 23);
+  Words rounded;
+  Codes codes = {};
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    const u32 both = to_e4m3(low_of(x.of[p]) * inverse, high_of(x.of[p]) * inverse);
+    codes.of[p / 2] |= both << 16 * (p % 2);
+    float low, high;
+    from_e4m3(both, low, high);
+    rounded.of[p] = pack(fmaf(low, scale, 0.0f), fmaf(high, scale, 0.0f));  // no negative zeros
+  }
+  if (!exists) return;
+  if (ROUNDED) *(Words*)(a.rounded + at) = rounded;
+  if (CODES) *(Codes*)(a.codes + at) = codes;
+  if (SCALES && threadIdx.x % 4 == 0) {
+    if (SCALES == 1) ((u8*)a.scales)[at / 32] = (u8)(exponent + 127);
+    else ((float*)a.scales)[at / 32] = scale;
+  }
+}
+
