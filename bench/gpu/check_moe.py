@@ -23,6 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from deepinfer.kernels.moe import experts_humming, router_cuda
+from deepinfer.kernels.moe import router as router_module
 from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, order_pairs
 from deepinfer.kernels.moe.expert_inputs import quantize_activation
 from deepinfer.kernels.moe.expert_sum import sum_experts
@@ -196,7 +197,9 @@ def check_router() -> None:
         timed(f"router rows {rows} with order", [lambda r=r, x=x: r.forward(x, block=8) for r in routers], floor)
     for rows in (1, 8, 64, 256):
         x = whole[:rows]
-        timed(f"router logits rows {rows}", [lambda g=g, x=x: router_cuda.logits(x, g) for g in gates], floor)
+        for tiles in sorted({t for t in (1, 4, 8) if rows > 32 or t == 1}):
+            actions = [lambda g=g, x=x, t=tiles: router_cuda.logits(x, g, row_tiles=t) for g in gates]
+            timed(f"router logits rows {rows} tiles {tiles}", actions, floor)
         partial = router_cuda.logits(x, gates[0])
         experts = torch.empty(rows, TOP, dtype=torch.int32, device=DEVICE)
         weights = torch.empty(rows, TOP, device=DEVICE)
@@ -209,9 +212,18 @@ def check_router() -> None:
                 lambda p=partial, q=parts, b=buffers, n=block, c=cluster: router_cuda.select(p, *q, b, n, cluster=c)
             ] * 24
             timed(f"router selection rows {rows} {name}", actions, 1.0)
+    before = router_module.CLUSTER_ROWS
+    for rows in (32, 64, 128, 256):
+        router_module.CLUSTER_ROWS = rows - 1 if rows <= before else rows
+        how = "apart" if rows <= before else "with the selection"
+        actions = [lambda r=r, x=whole[:rows]: r.forward(x, block=8) for r in routers]
+        timed(f"router rows {rows}, order {how}", actions, floor)
+    router_module.CLUSTER_ROWS = before
+    own, router_module.MAX_OWN_ROWS = router_module.MAX_OWN_ROWS, 0
     for rows in (64, 256, 512):
-        actions = [lambda r=r, x=whole[:rows]: r.forward(x, block=8, way="cuda apart") for r in routers]
-        timed(f"router rows {rows}, launches apart", actions, floor)
+        actions = [lambda r=r, x=whole[:rows]: r.forward(x, block=8) for r in routers]
+        timed(f"router rows {rows}, logits by cuBLAS", actions, floor)
+    router_module.MAX_OWN_ROWS = own
 
 
 def check_order() -> None:

@@ -15,9 +15,10 @@ _THREADS = 256
 _GROUP_HEADS = 16
 SPLITS = (4, 8, 16)
 MAX_ROWS = 4
-"""Rows up to which this kernel takes the place of ``attention.cu``. Microseconds that attention adds between the products
-before and behind it, on an H200 (``bench/gpu/check_attention_few.py``): 9.8, 13.7 and 22.7 for 1, 4 and 8 rows, with the
-other kernel 17.1, 17.7 and 18.3. To run the code once ahead, while the kernel before still runs, made it 5 to 10 slower."""
+"""Rows up to which this kernel takes the place of ``attention.cu``. Microseconds that attention adds between the
+products before and behind it, on an H200 (``bench/gpu/check_attention_few.py``): 9.8, 13.7 and 22.7 for 1, 4 and 8
+rows, with the other kernel 17.1, 17.7 and 18.3. To run the code once ahead, beside the kernel before, made it 5 to 10
+slower."""
 
 
 class _Arguments(ctypes.Structure):

@@ -1,9 +1,9 @@
 """The router: scores of all experts, the best of them, their weights, and the pairs in the order of their experts.
 
-On Hopper one CUDA launch (:mod:`.router_cuda`) up to ``router_cuda.MAX_ROWS`` rows, above it logits, selection and
-order apart, each beginning while the one before ends. Elsewhere Triton: up to ``FUSED_ROWS`` rows all of it is one
-launch, with more the selection is a second. Every logit is summed in the same order at every batch size (with CUDA up
-to ``MAX_ROWS`` rows, or ``invariant``; above, cuBLAS makes the logits).
+On Hopper two CUDA launches (:mod:`.router_cuda`): partial logits, then selection and order, which begins while the
+first ends. Elsewhere Triton: up to ``FUSED_ROWS`` rows all of it is one launch, with more the selection is a second.
+Every logit is summed in the same order at every batch size (with CUDA up to ``MAX_OWN_ROWS`` rows, or ``invariant``;
+above, cuBLAS makes the logits).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from deepinfer.kernels.dense.linear import Bf16Linear
 from deepinfer.kernels.moe import router_cuda
 from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, new_blocks, order_pairs
 
-Way = Literal["cuda", "cuda apart", "one launch", "two launches"]
-"""CUDA in as few launches as it takes, or with the logits apart; Triton in one launch or two."""
-MAX_ROWS_APART = 64
-"""CUDA with the logits apart: up to here our kernel makes them and the selection orders the pairs, above cuBLAS makes
-them, and a launch of its own orders."""
+Way = Literal["cuda", "one launch", "two launches"]
+"""CUDA, or Triton in one launch or two."""
+MAX_OWN_ROWS = 64
+"""CUDA: up to here our kernel makes the logits, above cuBLAS."""
+CLUSTER_ROWS = 64
+"""CUDA: up to here the selection orders the pairs, above a launch of its own."""
 FUSED_ROWS = 32
 """Triton: above this one program per row selects faster than one per 16 rows."""
 MAX_FUSED_TILES = 16
@@ -213,7 +214,7 @@ class Routing:
 
 
 class Router:
-    """Router of one layer: weights, and the counters of the ways in one launch (so one step at a time)."""
+    """Router of one layer: weights, and the counters of Triton's one launch (so one step at a time)."""
 
     def __init__(self, gate: Tensor, bias: Tensor, image_bias: Tensor | None, num_selected: int, scale: float) -> None:
         """``gate`` bf16 ``[experts, hidden]``; ``bias`` and ``image_bias`` float32 ``[experts]``."""
@@ -223,10 +224,10 @@ class Router:
         self.num_selected, self.scale = num_selected, scale
         self.has_cuda = router_cuda.accepts_router(gate, num_selected)
         self._many_rows = Bf16Linear(self.gate, skinny=False)
-        num_counters = max(self.num_experts + 1 + MAX_FUSED_TILES, router_cuda.num_counters())
-        self._counters = torch.zeros(num_counters, dtype=torch.int32, device=gate.device)
         if self.has_cuda:
             torch.cuda.synchronize(gate.device)  # the kernels read the gate and the bias before they wait for others
+        num_counters = self.num_experts + 1 + MAX_FUSED_TILES
+        self._counters = torch.zeros(num_counters, dtype=torch.int32, device=gate.device)
 
     def forward(
         self,
@@ -255,14 +256,10 @@ class Router:
         if rows == 0:
             return Routing(experts, weights, order_pairs(experts, self.num_experts, block) if block else None)
         image = is_image.view(torch.uint8) if is_image is not None and self.image_bias is not None else None
-        if way == "cuda" and not router_cuda.can_route(rows, router_cuda.choose_tile(rows), device):
-            way = "cuda apart"
-        is_ordered = way == "cuda" or (
-            rows <= MAX_ROWS_APART if way == "cuda apart" else experts.numel() <= ORDERED_PAIRS
-        )
+        is_ordered = rows <= CLUSTER_ROWS if way == "cuda" else experts.numel() <= ORDERED_PAIRS
         blocks = new_blocks(experts.numel(), self.num_experts, block, device) if block and is_ordered else None
-        if way in ("cuda", "cuda apart"):
-            self._cuda(x, positions, image, experts, weights, blocks, invariant, way == "cuda")
+        if way == "cuda":
+            self._cuda(x, positions, image, experts, weights, blocks, invariant)
         else:
             self._triton(x, positions, image, experts, weights, blocks, way == "one launch")
         if block and blocks is None:
@@ -278,18 +275,15 @@ class Router:
         weights: Tensor,
         blocks: ExpertBlocks | None,
         invariant: bool,
-        is_one_launch: bool,
     ) -> None:
-        rest = (
-            self.bias, self.image_bias, is_image, positions, self.scale, experts, weights,
+        if invariant or x.shape[0] <= MAX_OWN_ROWS:
+            partial = router_cuda.logits(x, self.gate)
+        else:
+            partial = self._many_rows.forward(x, dtype=torch.float32).unsqueeze(0)
+        router_cuda.select(
+            partial, self.bias, self.image_bias, is_image, positions, self.scale, experts, weights,
             *((None, 0) if blocks is None else (blocks.buffers, blocks.block)),
         )  # fmt: skip
-        if is_one_launch:
-            router_cuda.route(x, self.gate, *rest, arrivals=self._counters)
-        elif invariant or x.shape[0] <= MAX_ROWS_APART:
-            router_cuda.select(router_cuda.logits(x, self.gate), *rest)
-        else:
-            router_cuda.select(self._many_rows.forward(x, dtype=torch.float32).unsqueeze(0), *rest)
 
     def _triton(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.dense.linear import Fp8Linear
+from deepinfer.kernels.dense.linear import BESIDE_ROWS, Fp8Linear
 from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Update
 from deepinfer.kernels.moe.expert_sum import sum_experts
 from deepinfer.kernels.moe.experts import ExpertInput, RoutedExperts
@@ -56,12 +56,15 @@ class FeedForward:
         )
         # The router was launched since the input was made: this product runs beside it.
         gate_up = self.gate_up.forward(
-            inputs.rounded, dtype=torch.float32, overlap=True, beside=True, invariant=self.invariant
+            inputs.rounded, dtype=torch.float32, overlap=True, beside=rows > BESIDE_ROWS, invariant=self.invariant
         )
         routed = experts.forward(given, routing, gate_up)
         assert routed.shared_inner is not None
         shared = self.down.forward(
-            routed.shared_inner, overlap=True, beside=routed.is_inner_older, invariant=self.invariant
+            routed.shared_inner,
+            overlap=True,
+            beside=routed.is_inner_older and rows > BESIDE_ROWS,
+            invariant=self.invariant,
         )
         if routed.place is not None:
             return sum_experts(routed.values, experts.num_selected, place=routed.place, shared=shared)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deepinfer.config.layer_plan import IndexMode, LayerPlan
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.dense.linear import Bf16Linear
+from deepinfer.kernels.dense.linear import BESIDE_ROWS, Bf16Linear
 from deepinfer.kernels.indexer.query import index_query
 from deepinfer.kernels.indexer.selection import IndexView, index_candidates, index_full
 from deepinfer.layers.fused.device_rows import DeviceRows, DeviceStream
@@ -33,7 +33,9 @@ class Indexer:
         rows, stream = step.rows, step.rows.streams[self.plan.ratio]
         cos, sin = rows.compressed_angles
         # `x` is older than the kernel that made the queries: this product runs beside it.
-        head_weights = self.head_weights.forward(x, invariant=self.invariant, overlap=True, beside=True)
+        head_weights = self.head_weights.forward(
+            x, invariant=self.invariant, overlap=True, beside=rows.num_rows > BESIDE_ROWS
+        )
         query = index_query(queries.unflatten(1, (self.heads, self.dim)), cos, sin)
         view = _view(rows, stream)
         if self.plan.mode is IndexMode.REINDEX and step.candidate_blocks is not None:

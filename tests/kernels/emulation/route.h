@@ -1,40 +1,31 @@
-// Plays the GPU for deepinfer/kernels/cuda/route.cu on a CPU, and with hyper_connection.h for its kernels: the section
+// Plays the GPU for deepinfer/kernels/cuda/route_*.cu on a CPU, and with hyper_connection.h for its kernels: the section
 // "instructions" in plain C++.
 
 static const int SHARED_BYTES = 227 * 1024;
 struct Warp { Meeting meeting; u32 values[32], operands[32][6]; };
-struct Block { int x, y, z; };
-struct Fiber { ucontext_t context; bool done; int thread, cta, awaited; Block block; };
+struct Fiber { ucontext_t context; bool done; int thread, cta, awaited; };
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static std::vector<Meeting> meetings;  // one per CTA
 static Meeting cluster_meeting;
-static std::vector<char*> shared_memory;  // per CTA that runs
-static Block gridDim;
+static std::vector<char*> shared_memory;  // per CTA of the cluster
+static int first_cta, grid_y, grid_z, now_y, now_z;
 
 struct ThreadIndex { int x = fibers[current].thread; };
-struct BlockIndex : Block { BlockIndex() : Block(fibers[current].block) {} };
+struct BlockIndex { int x = first_cta + fibers[current].cta, y = now_y, z = now_z; };
 
 static void yield() { swapcontext(&fibers[current].context, &scheduler); }
 static Warp& my_warp() { return warps[fibers[current].cta * (THREADS / 32) + threadIdx.x / 32]; }
 
 static void __syncwarp() { meet(my_warp().meeting, 32); }
 static void __syncthreads() { meet(meetings[fibers[current].cta], THREADS); }
-static u32 cluster_rank() { return CLUSTER > 1 ? fibers[current].cta : 0; }
+static u32 cluster_rank() { return fibers[current].cta; }
 static void cluster_arrive() { fibers[current].awaited = arrive(cluster_meeting, THREADS * CLUSTER); }
 static void cluster_wait() { wait(cluster_meeting, fibers[current].awaited); }
 static int load_of(const int* p, u32 rank) {
-  if (CLUSTER == 1) return *p;
   return *(const int*)(shared_memory[rank] + ((const char*)p - shared_memory[fibers[current].cta]));
 }
 static void wait_for_earlier_kernels() {}
-static int add_released(int* p, int value) { *p += value, ++progress; return *p - value; }
-static void wait_until(const int* p, int value) { while (*p < value) yield(); }
-static int load_global(const int* p) { return *p; }
-template <int N> static void load_global(float (&to)[N], const float* p) {
-  if ((uintptr_t)p % sizeof to) fail("misaligned load");
-  std::memcpy(to, p, sizeof to);
-}
 
 template <class F> static u32 exchange(u32 value, F result) {
   Warp& warp = my_warp();
@@ -95,85 +86,39 @@ static void run_fiber() {
   fibers[current].done = true, ++progress;
   yield();
 }
-static std::vector<std::vector<char>> stacks;
-static void start_cta(int cta, Block block) {  // shared memory starts as NaN
-  std::memset(shared_memory[cta], 0xFF, SHARED_BYTES);
-  meetings[cta] = Meeting();
-  for (int i = cta * THREADS; i < (cta + 1) * THREADS; ++i) {
+// Clusters run one after another. Returns 0, or 1 for a deadlock. Shared memory starts as NaN.
+static int launch_cluster(std::vector<std::vector<char>>& stacks) {
+  for (char* p : shared_memory) std::memset(p, 0xFF, SHARED_BYTES);
+  int left = THREADS * CLUSTER;
+  fibers.assign(left, Fiber()), warps.assign(left / 32, Warp());
+  meetings.assign(CLUSTER, Meeting()), cluster_meeting = Meeting();
+  for (int i = 0; i < (int)fibers.size(); ++i) {
     Fiber& fiber = fibers[i];
-    fiber.thread = i % THREADS, fiber.cta = cta, fiber.block = block, fiber.done = false;
+    fiber.thread = i % THREADS, fiber.cta = i / THREADS;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stacks[i].data(), fiber.context.uc_stack.ss_size = stacks[i].size();
     makecontext(&fiber.context, run_fiber, 0);
   }
-}
-static int run_threads(int begin, int end) {  // until each waits; how many ended
-  int ended = 0;
-  for (current = begin; current < end; ++current) {
-    if (fibers[current].done) continue;
-    swapcontext(&scheduler, &fibers[current].context);
-    ended += fibers[current].done;
+  while (left > 0) {
+    const long before = progress;
+    for (current = 0; current < (int)fibers.size(); ++current) {
+      if (fibers[current].done) continue;
+      swapcontext(&scheduler, &fibers[current].context);
+      left -= fibers[current].done;
+    }
+    if (progress == before) return 1;
   }
-  return ended;
+  return 0;
 }
-static void begin_launch(const int* grid, int num_ctas, void (*kernel)()) {
-  entry = kernel, gridDim = {grid[0], grid[1], grid[2]};
-  stacks.assign(THREADS * num_ctas, std::vector<char>(16 * 1024));
-  for (int i = 0; i < num_ctas; ++i) shared_memory.push_back((char*)std::aligned_alloc(1024, SHARED_BYTES));
-  fibers.assign(THREADS * num_ctas, Fiber()), warps.assign(THREADS * num_ctas / 32, Warp());
-  meetings.assign(num_ctas, Meeting()), cluster_meeting = Meeting();
-}
-static void end_launch() {
+static int launch(const int* grid, void (*kernel)()) {
+  entry = kernel;
+  std::vector<std::vector<char>> stacks(THREADS * CLUSTER, std::vector<char>(16 * 1024));
+  for (int i = 0; i < CLUSTER; ++i) shared_memory.push_back((char*)std::aligned_alloc(1024, SHARED_BYTES));
+  int stuck = 0;
+  for (now_z = 0; now_z < grid[2]; ++now_z)
+    for (now_y = 0; now_y < grid[1]; ++now_y)
+      for (first_cta = 0; first_cta < grid[0] && !stuck; first_cta += CLUSTER) stuck = launch_cluster(stacks);
   for (char* p : shared_memory) std::free(p);
   shared_memory.clear();
-}
-
-// Clusters run one after another. Returns 0, or 1 for a deadlock.
-static int launch(const int* grid, void (*kernel)()) {
-  begin_launch(grid, CLUSTER, kernel);
-  bool stuck = false;
-  for (int z = 0; z < grid[2]; ++z)
-    for (int y = 0; y < grid[1]; ++y)
-      for (int first = 0; first < grid[0] && !stuck; first += CLUSTER) {
-        for (int cta = 0; cta < CLUSTER; ++cta) start_cta(cta, {first + cta, y, z});
-        for (int left = THREADS * CLUSTER; left > 0 && !stuck;) {
-          const long before = progress;
-          left -= run_threads(0, THREADS * CLUSTER);
-          stuck = progress == before;
-        }
-      }
-  end_launch();
-  return stuck;
-}
-
-// CTAs without clusters, that wait for each other. At most `room` run at a time, in an order that `seed` shuffles; each as
-// far as it gets alone before another goes on. Returns 0, or 1 for a deadlock.
-static int launch_together(const int* grid, void (*kernel)(), int room, unsigned seed) {
-  std::vector<Block> waiting;
-  for (int z = 0; z < grid[2]; ++z)
-    for (int y = 0; y < grid[1]; ++y)
-      for (int x = 0; x < grid[0]; ++x) waiting.push_back({x, y, z});
-  std::mt19937 random(seed);
-  std::shuffle(waiting.begin(), waiting.end(), random);
-  room = std::min(room, (int)waiting.size());
-  begin_launch(grid, room, kernel);
-  std::vector<int> left(room, 0), places(room);
-  for (int cta = 0; cta < room; ++cta) places[cta] = cta;
-  bool stuck = false;
-  for (int running = -1; running != 0 && !stuck;) {
-    const long before = progress;
-    std::shuffle(places.begin(), places.end(), random);
-    running = 0;
-    for (int cta : places) {
-      if (left[cta] == 0 && !waiting.empty()) start_cta(cta, waiting.back()), waiting.pop_back(), left[cta] = THREADS;
-      for (long mine = -1; mine != progress && left[cta] > 0;) {
-        mine = progress;
-        left[cta] -= run_threads(cta * THREADS, (cta + 1) * THREADS);
-      }
-      running += left[cta] > 0 || !waiting.empty();
-    }
-    stuck = progress == before && running > 0;
-  }
-  end_launch();
   return stuck;
 }

@@ -27,7 +27,7 @@ class _Weights:
 
     def __init__(self, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.invariant = False
+        self.invariant = self.is_fast = False
         self.shared = {"up": (2 * WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
         self.fp8_weights = {}
         for name, (n, k) in self.shared.items():

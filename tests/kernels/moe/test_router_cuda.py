@@ -15,7 +15,6 @@ from torch import Tensor
 from deepinfer.kernels import nvrtc
 from deepinfer.kernels.moe import router, router_cuda
 from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, new_blocks, order_pairs
-from deepinfer.kernels.moe.router_cuda import LogitsTile
 from deepinfer.ops.moe import route
 from tests.kernels.emulation import compile_for_cpu
 from tests.kernels.moe.test_router import assert_order
@@ -23,6 +22,11 @@ from tests.kernels.moe.test_router import assert_order
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and shutil.which("g++") is None, reason="needs a GPU or a C++ compiler"
 )
+ENTRY = {
+    "route_logits": "route_logits((const u16*)values[0], (const u16*)values[1], (float*)values[2], *(int*)values[3]);",
+    "route_select": "route_select(*(const Arguments*)values[0]);",
+    "order_pairs": "order_pairs(*(const Arguments*)values[0]);",
+}
 MARK = "// ---------------------------------------------------------------- "
 
 
@@ -33,29 +37,28 @@ def _emulator(source: str, entry: str, defines: tuple[tuple[str, int], ...]) -> 
     kernel = before + rest[rest.index(MARK) :].replace(
         "extern __shared__ __align__(16) char shared[];", "char* shared = at(0);"
     )
-    kernel = kernel.replace("__shared__ int drawn[2];", "int* drawn = (int*)at(SHARED_BYTES - 8);")
-    body = f"static const Arguments* arguments;\nstatic void call() {{ {entry}(*arguments); }}\n"
-    body += 'extern "C" int emulate(const void* a, const int* grid, int room, int seed) {\n'
-    body += "  arguments = (const Arguments*)a;\n"
-    body += "  return room > 0 ? launch_together(grid, call, room, seed) : launch(grid, call);\n}\n"
-    return compile_for_cpu(dict(defines), ("route.h",), kernel, body)
+    constants = dict(defines) | {
+        "CLUSTER": dict(defines).get("CLUSTER", 1),
+        "THREADS": dict(defines).get("THREADS", 256),
+    }
+    kernel = kernel.replace("#define THREADS 256", "")
+    body = f"static void** values;\nstatic void call() {{ {ENTRY[entry]} }}\n"
+    body += 'extern "C" int emulate(void** v, const int* grid) { values = v; return launch(grid, call); }\n'
+    return compile_for_cpu(constants, ("route.h",), kernel, body)
 
 
 class _Kernel:
-    """Stands in for :class:`nvrtc.Kernel`. CTAs that wait for each other start in an order that ``seed`` shuffles."""
+    """Stands in for :class:`nvrtc.Kernel`."""
 
-    seed = 0
-    spare_room = 1
-    """CTAs that run beside those that wait."""
-
-    def __init__(self, function: Any, waits: int) -> None:
-        self.function, self.waits = function, waits
+    def __init__(self, function: Any) -> None:
+        self.function = function
 
     def launch(self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], **_: Any) -> None:
         del threads
-        room = self.waits * grid[2] + _Kernel.spare_room if self.waits >= 0 else 0
-        grid_argument = (ctypes.c_int * 3)(*grid)
-        assert self.function(ctypes.byref(arguments[0]), grid_argument, room, _Kernel.seed) == 0, "deadlock"
+        kept = [a if isinstance(a, Tensor | ctypes.Structure) else ctypes.c_int(a) for a in arguments]
+        addresses = [a.data_ptr() if isinstance(a, Tensor) else ctypes.addressof(a) for a in kept]
+        values = (ctypes.c_void_p * len(addresses))(*addresses)
+        assert self.function(values, (ctypes.c_int * 3)(*grid)) == 0, "deadlock"
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +67,7 @@ def _emulate(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         return
 
     def load_kernel(source: str, entry: str, defines: dict[str, int], *_: Any, **__: Any) -> _Kernel:
-        waits = defines["NT"] - 1 if entry == "route" else -1
-        return _Kernel(_emulator(source, entry, tuple(sorted(defines.items()))), waits)
+        return _Kernel(_emulator(source, entry, tuple(sorted(defines.items()))))
 
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
 
@@ -85,23 +87,19 @@ def _select(
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "hidden", "tile"),
-    [(1, 8, 256, LogitsTile(1)), (9, 24, 1120, LogitsTile(2)), (19, 100, 160, LogitsTile(4)),
-     (70, 32, 520, LogitsTile(8)), (66, 100, 520, LogitsTile(8, 2)), (9, 136, 520, LogitsTile(8, 4))],
-)  # fmt: skip
-def test_partial_logits_add_up(rows, experts, hidden, tile, device):
+    ("rows", "experts", "hidden", "tiles"), [(1, 8, 256, 1), (9, 24, 1120, 2), (19, 100, 160, 4), (70, 32, 520, 8)]
+)
+def test_partial_logits_add_up(rows, experts, hidden, tiles, device):
     torch.manual_seed(rows)
     x = torch.randn(rows, hidden).bfloat16().to(device)
     gate = torch.randn(experts, hidden).bfloat16().to(device)
-    partial = router_cuda.logits(x, gate, tile=tile)
+    partial = router_cuda.logits(x, gate, row_tiles=tiles)
     assert partial.shape == (-(-hidden // 512), rows, experts)
     exact = x.double() @ gate.double().T
     size = x.double().abs() @ gate.double().abs().T
     assert ((partial.double().sum(0) - exact).abs() <= size * 2.0**-20).all()
     for row in (0, rows - 1):
-        assert torch.equal(
-            router_cuda.logits(x[row : row + 1].clone(), gate, tile=LogitsTile(1))[:, 0], partial[:, row]
-        )
+        assert torch.equal(router_cuda.logits(x[row : row + 1].clone(), gate, row_tiles=1)[:, 0], partial[:, row])
 
 
 @pytest.mark.parametrize(
@@ -140,56 +138,9 @@ def test_equal_scores_go_to_the_lower_expert(device):
     assert torch.equal(weights, torch.full_like(weights, 0.25))
 
 
-@pytest.mark.parametrize(
-    ("rows", "experts", "hidden", "top", "block", "tile"),
-    [(1, 8, 256, 2, 8, LogitsTile(1)), (2, 40, 600, 3, 1, LogitsTile(1)), (13, 60, 520, 6, 8, LogitsTile(2)),
-     (70, 24, 160, 3, 4, LogitsTile(8)), (70, 132, 520, 6, 8, LogitsTile(8, 4)), (5, 40, 256, 6, 0, LogitsTile(1, 2))],
-)  # fmt: skip
-def test_one_launch_gives_the_bits_of_launches_apart(rows, experts, hidden, top, block, tile, device, monkeypatch):
-    torch.manual_seed(rows)
-    x = torch.randn(rows, hidden).bfloat16().to(device)
-    gate = (torch.randn(experts, hidden) * 2 / hidden**0.5).bfloat16().to(device)
-    bias, image_bias = (torch.randn(2, experts) * 0.2).to(device)
-    is_image = (torch.arange(rows) % 3 == 1).to(device).view(torch.uint8)
-    positions = torch.arange(rows, dtype=torch.int32)
-    positions[rows // 2 + 1 :: 4] = -1
-    rest = (bias, image_bias, is_image, positions.to(device), 1.5)
-    expected, expected_weights = new_choice(rows, top, device)
-    router_cuda.select(router_cuda.logits(x, gate), *rest, expected, expected_weights, None, 0)
-    arrivals = torch.zeros(router_cuda.num_counters(), dtype=torch.int32, device=device)
-    for seed in range(4 if rows < 20 else 2):
-        monkeypatch.setattr(_Kernel, "seed", seed)
-        monkeypatch.setattr(_Kernel, "spare_room", 1 if seed % 2 else 99)
-        found, weights = new_choice(rows, top, device)
-        blocks = new_blocks(rows * top, experts, block, device) if block else None
-        order = (None, 0) if blocks is None else (blocks.buffers, block)
-        router_cuda.route(x, gate, *rest, found, weights, *order, arrivals=arrivals, tile=tile)
-        assert torch.equal(found, expected)
-        assert torch.equal(weights, expected_weights)
-        assert not arrivals.any()
-        if blocks is not None:
-            assert_order(blocks, expected, experts)
-            apart = order_pairs(expected, experts, block, cuda=False)
-            assert torch.equal(blocks.ordered[: int(apart.num_ordered)], apart.ordered[: int(apart.num_ordered)])
-
-
-def new_choice(rows: int, top: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Experts and weights that no kernel has written."""
-    return torch.full((rows, top), -7, dtype=torch.int32, device=device), torch.full((rows, top), torch.nan).to(device)
-
-
-def test_rows_that_would_leave_no_room_take_other_launches(monkeypatch):
-    monkeypatch.setattr(nvrtc, "num_multiprocessors", lambda _: 16)
-    device = torch.device("cuda", 0)
-    assert router_cuda.can_route(128, LogitsTile(8), device)  # 14 CTAs may wait
-    assert not router_cuda.can_route(192, LogitsTile(8), device)
-    assert router_cuda.can_route(512, LogitsTile(1), device)  # none waits
-    assert not router_cuda.can_route(router_cuda.MAX_ROWS + 1, LogitsTile(1), device)
-
-
-@pytest.mark.parametrize(("rows", "way"), [(1, "cuda"), (5, "cuda apart"), (41, "cuda apart"), (41, "cuda")])
-def test_router_orders_with_the_selection_or_behind_it(rows, way, device, monkeypatch):
-    monkeypatch.setattr(router, "MAX_ROWS_APART", 40)
+@pytest.mark.parametrize("rows", [1, 5, 41])
+def test_router_orders_with_the_selection_or_behind_it(rows, device, monkeypatch):
+    monkeypatch.setattr(router, "CLUSTER_ROWS", 40)
     monkeypatch.setattr(router_cuda, "accepts_router", lambda *_: True)
     monkeypatch.setattr(router_cuda, "accepts_order", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
@@ -200,7 +151,7 @@ def test_router_orders_with_the_selection_or_behind_it(rows, way, device, monkey
     positions[3::5] = -1
     expected, weights = route(x, gate.double(), bias.double(), 3, 1.5)
     expected[positions < 0], weights[positions < 0] = -1, 0
-    found = router.Router(gate, bias, None, 3, 1.5).forward(x, positions=positions, block=8, way=way)
+    found = router.Router(gate, bias, None, 3, 1.5).forward(x, positions=positions, block=8)
     assert torch.equal(found.experts.long(), expected)
     torch.testing.assert_close(found.weights.double(), weights, rtol=2e-6, atol=1e-9)
     assert found.blocks is not None
