@@ -18,6 +18,8 @@ class FusedStep:
     """``[rows]`` int32 token ids."""
     ngram_ids: Tensor | None = None
     """``[rows, n]`` int32, newest first, -1 is a barrier; None in models without n-gram memory."""
+    table: Tensor | None = None
+    """``[len(Column), rows]`` int32: what the rows were made from; None for those of a draft."""
     selections: dict[int, Tensor] = field(default_factory=dict)
     """By selection source: ``[rows, k]`` int32 physical entry slots, -1 = none."""
     candidate_blocks: Tensor | None = None
