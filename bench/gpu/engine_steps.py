@@ -64,8 +64,8 @@ _CALLS = {
 
 
 def gpu_work(run: Any, repeats: int) -> tuple[float, dict[str, float], dict[str, tuple[float, float]]]:
-    """Per call of ``run``: milliseconds in which at least one kernel ran, calls of the host to the driver, and by kernel
-    (launches, microseconds). Kernels overlap, so the last add up to more than the first."""
+    """Per call of ``run``: milliseconds in which at least one kernel ran, calls of the host to the driver, and by
+    kernel (launches, microseconds). Kernels overlap, so the last add up to more than the first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as prof:

@@ -88,8 +88,8 @@ class FusedRunner(ModelRunner):
                 step = self.step_of(
                     self.move(host.table), self.move(host.block_tables), ngrams, is_short and not is_cut
                 )
+                assert step.table is not None
                 known, table = step.ngram_ids, step.table
-                assert table is not None
                 if is_cut:
                     step.cut, samples = self._cut(chunks, host.block_tables, ids)
                     known = None if known is None else known[step.cut.kept]

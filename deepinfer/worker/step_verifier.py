@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer.messages import Chunk
 from deepinfer.sampling.batch import SamplingBatchBuilder
+from deepinfer.sampling.state import SamplingState
 from deepinfer.sampling.transfer import to_device
 from deepinfer.speculative.draft_distribution import DraftDistributions
 from deepinfer.speculative.drafts import NO_DRAFT, Drafts
@@ -98,7 +99,8 @@ class StepVerifier:
             distributions: of the drafts, where the verifier needs them.
         """
         chunks, owners = sampling.chunks, sampling.owners
-        states, positions = [], []
+        states: list[SamplingState] = []
+        positions: list[int] = []
         for chunk, owner, first in zip(chunks, owners, sampling.firsts, strict=True):
             states += [owner.sampling] * chunk.num_sampled
             positions += range(first + 1, first + 1 + chunk.num_sampled)
