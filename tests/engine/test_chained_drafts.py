@@ -127,7 +127,7 @@ def test_ends_inside_accepted_blocks(tiny_path: Path, limit: str) -> None:
     longest = Case([5, 6, 7], SamplingParams(max_tokens=30, temperature=1.0, seq_seed=15, ignore_eos=True))
     (output,) = run_alone(plain(tiny_path), [longest])
     cases = []
-    for length in range(1, 20):
+    for length in range(1, 20, 2):
         values: dict[str, Any] = {"max_tokens": 30, "seq_seed": 15, "ignore_eos": True, "temperature": 1.0}
         if limit == "max_tokens":
             values["max_tokens"] = length
@@ -142,14 +142,14 @@ def test_ends_inside_accepted_blocks(tiny_path: Path, limit: str) -> None:
     waits = count_waits(engine)
     assert run_crowd(engine, cases, seed=3) == expected
     assert not waits
-    assert chain.num_wrong_guesses > 10
+    assert chain.num_wrong_guesses > 5
 
 
 def test_limits_of_memory_and_positions(tiny_path: Path) -> None:
     """At ``max_model_len``, and where a block ends: no row is planned past either, accepted drafts or not."""
     cases = [
         Case(random_ids(length, seed=length), SamplingParams(max_tokens=300, seq_seed=length, ignore_eos=True))
-        for length in (100, 121, 126, 127, 128, 131, 138, 140)
+        for length in (118, 127, 128, 131, 138, 140)
     ]
     expected = run_alone(plain(tiny_path, max_model_len=140), cases)
     assert {len(case.prompt) + len(output[0]) for case, output in zip(cases, expected, strict=True)} == {141}
@@ -162,10 +162,10 @@ def test_limits_of_memory_and_positions(tiny_path: Path) -> None:
 
 
 def test_preempted_and_aborted(tiny_path: Path) -> None:
-    cases = free_cases(8, max_tokens=40)
+    cases = free_cases(6, max_tokens=36)
     cases = [Case(random_ids(100 + 3 * number, seed=number), case.params) for number, case in enumerate(cases)]
     expected = run_alone(plain(tiny_path), cases)
-    engine = speculating(tiny_path, 4, num_blocks=7, prefix_cache="off")
+    engine = speculating(tiny_path, 4, num_blocks=6, prefix_cache="off")
     chain = Chain(engine, {**outputs_by_seed(cases, expected), 5: [1] * 50})
     doomed = engine.add_request(random_ids(30), SamplingParams(max_tokens=50, seq_seed=5, ignore_eos=True))
     for _ in range(4):
@@ -184,16 +184,16 @@ def test_preempted_and_aborted(tiny_path: Path) -> None:
         engine.check()
     assert [summary(done[name].outputs[0]) for name in names] == expected
     assert engine.scheduler.num_preemptions > 0
-    assert chain.num_wrong_guesses > 20
+    assert chain.num_wrong_guesses > 10
 
 
 def test_prefixes_are_cached_as_without_drafts(tiny_path: Path) -> None:
     """Blocks and states that chained steps leave behind serve those who come later; the output's blocks, too."""
-    params = SamplingParams(max_tokens=60, temperature=1.0, seq_seed=77, ignore_eos=True)
-    first = Case(random_ids(250, seed=1), params)
+    params = SamplingParams(max_tokens=24, temperature=1.0, seq_seed=77, ignore_eos=True)
+    first = Case(random_ids(120, seed=1), params)
     (output,) = run_alone(plain(tiny_path), [first])
     longer = first.prompt + list(output[0])
-    cases = [first, *(Case(longer[:length], params) for length in (256, 290, 310, 257, 290))]
+    cases = [first, *(Case(longer[:length], params) for length in (129, 140, 129))]
     expected = run_alone(plain(tiny_path, prefix_cache="off"), cases)
     engine = speculating(tiny_path, 5)
     known: dict[int, list[int]] = {}
@@ -204,13 +204,13 @@ def test_prefixes_are_cached_as_without_drafts(tiny_path: Path) -> None:
         found.append(finish(engine)[name])
         assert summary(found[-1].outputs[0]) == wanted
     assert all(each.num_cached_tokens >= 128 for each in found[1:])
-    assert chain.num_wrong_guesses > 20
+    assert chain.num_wrong_guesses > 10
 
 
 @pytest.mark.parametrize("bad_position", [12, 14, 17])
 def test_a_bad_row_spares_its_neighbours(tiny_path: Path, bad_position: int) -> None:
     """NaN in the middle of a block: the request ends with the tokens before it, and others do not notice."""
-    cases = free_cases(4)
+    cases = free_cases(3, max_tokens=14)
     expected = run_alone(plain(tiny_path), cases)
     engine = speculating(tiny_path, 5)
     Chain(engine, outputs_by_seed(cases, expected))
@@ -273,20 +273,20 @@ def test_allow_lists_that_leave_nothing(tiny_path: Path) -> None:
 def test_truncated_prompts(tiny_path: Path) -> None:
     """Windows of the decoder are narrow just behind the prompt, where the host does not know positions either."""
     arguments: dict[str, Any] = {"prefill_truncation": "compact", "prefill_keep_tokens": 24}
-    cases = free_cases(6)
+    cases = free_cases(4)
     cases = [Case(random_ids(40 + 17 * number, seed=number), case.params) for number, case in enumerate(cases)]
     expected = run_alone(plain(tiny_path, **arguments), cases)
     assert expected != run_alone(plain(tiny_path), cases)
     engine = speculating(tiny_path, 4, max_num_batched_tokens=32, **arguments)
     chain = Chain(engine, outputs_by_seed(cases, expected))
     assert run_crowd(engine, cases, seed=2) == expected
-    assert chain.num_wrong_guesses > 10
+    assert chain.num_wrong_guesses > 5
 
 
 @pytest.mark.parametrize("arguments", [{}, {"adaptive_verification": True}], ids=["gate", "budget"])
 def test_steps_that_are_planned_by_what_they_cost(tiny_path: Path, arguments: dict[str, Any]) -> None:
     """Where drafting is tried against not drafting, and where confidence limits the rows: that breaks the chain."""
-    cases = random_cases(16, seed=9)
+    cases = random_cases(8, seed=9)
     expected = run_crowd(plain(tiny_path), cases, seed=1)
     engine = make_engine(tiny_path, **arguments)  # as many drafts as the model was trained for, while they pay
     assert engine.planner is not None
@@ -313,7 +313,7 @@ def _once(function: Callable[..., Any], error: BaseException, call: int) -> Any:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory")], ids=["interrupt", "failure"])
-@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("call", [1, 3])
 @pytest.mark.parametrize("where", ["read", "sample_unread", "launch", "follow"])
 def test_interrupted_and_failed_steps(tiny_path: Path, where: str, call: int, error: BaseException) -> None:
     """Requests of that step end; whoever comes later finds slots and memory in order."""
