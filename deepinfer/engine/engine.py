@@ -33,7 +33,9 @@ from deepinfer.scheduler.sequence import FINISH_ABORT, Sequence
 from deepinfer.structured.spec import StructuredSpec
 from deepinfer.tokenizer.tokenizer import Tokenizer
 from deepinfer.tokenizer.valid_text import require_text
-from deepinfer.worker.worker import Launched, RowOwner, SequenceTokens, StepTokens, UnreadTokens, Worker
+from deepinfer.worker.step_results import Launched, RowOwner, SequenceTokens, StepTokens
+from deepinfer.worker.unread import UnreadTokens
+from deepinfer.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +231,7 @@ class Engine:
         self._take_ended()
         previous, self._previous = self._previous, None
         try:
-            is_chained = self._chains(plan)
+            is_chained = self._chains(plan, verify_rows)
             if previous is not None and previous.is_chained and not is_chained:
                 done, previous = previous, None
                 self.commit(done)  # this plan has to know its tokens
@@ -285,20 +287,20 @@ class Engine:
         owners = [self._branches.get(chunk.request_id) for chunk in plan.chunks if chunk.num_sampled]
         return [None if owner is None else RowOwner(owner[1].sampling, owner[1].grammar) for owner in owners]
 
-    def _chains(self, plan: StepPlan) -> bool:
+    def _chains(self, plan: StepPlan, verify_rows: int | None) -> bool:
         """Whether this step can be sampled before the one before it has been read."""
-        if self.config.scheduler.pipeline_depth == 1 or self.planner is not None or not plan.chunks:
+        if self.config.scheduler.pipeline_depth == 1 or not plan.chunks:
             return False
         if any(chunk.is_prefill and chunk.request_id in self._scoring for chunk in plan.chunks):
             return False
-        return self.worker.can_chain(plan.chunks, self._owners(plan))
+        return self.worker.can_chain(plan.chunks, self._owners(plan), verify_rows)
 
     def sample_chained(self, step: InFlight) -> InFlight:
-        """Launch the sampler of a chained step; the tokens are read by :meth:`commit`."""
+        """Launch sampler and draft of a chained step; what they give is read by :meth:`commit`."""
         if step.launched is None:
             return step
         try:
-            unread = self.worker.sample_unread(step.launched, self._owners(step.plan))
+            unread = self.worker.sample_unread(step.launched, self._owners(step.plan), self._wants_drafts(step.plan))
             return replace(step, is_chained=True, unread=unread)
         except Exception as error:
             return self._failed(step.plan, error)
@@ -307,9 +309,7 @@ class Engine:
         """Choose the tokens of a launched step. The steps before it are committed, so every state is exact."""
         if step.launched is None:
             return step
-        chunks = [chunk for chunk in step.plan.chunks if chunk.num_sampled]
-        states = self._owners(step.plan)
-        wants_drafts = self.planner is None or self.planner.wants_drafts(chunks, self._branches)
+        states, wants_drafts = self._owners(step.plan), self._wants_drafts(step.plan)
         try:
             if self._scoring:
                 with self.timer.phase("sample"):
@@ -317,6 +317,11 @@ class Engine:
             return replace(step, tokens=self.worker.sample(step.launched, states, wants_drafts))
         except Exception as error:
             return self._failed(step.plan, error)
+
+    def _wants_drafts(self, plan: StepPlan) -> bool:
+        """Whether a step that is about to be sampled shall draft. Ask once."""
+        chunks = [chunk for chunk in plan.chunks if chunk.num_sampled]
+        return self.planner is None or self.planner.wants_drafts(chunks, self._branches)
 
     def _read(self, step: InFlight) -> InFlight:
         """Wait for the tokens of a chained step. Whoever interrupts that ends the requests of the step."""

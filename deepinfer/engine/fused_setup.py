@@ -140,6 +140,7 @@ def load_fused_runner(
             graph_sizes=steps,
             draft_sizes=drafts,
             max_blocks=max_blocks,
+            num_drafts=config.speculation.num_tokens,
             **arguments,  # type: ignore[arg-type]
         )
 

@@ -11,7 +11,7 @@ from deepinfer.messages import StepPlan
 from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.speculative.confidence_log import ConfidenceLog
 from deepinfer.speculative.statistics import SpeculationStatistics
-from deepinfer.worker.worker import SequenceTokens
+from deepinfer.worker.step_results import SequenceTokens
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from deepinfer.speculative.budget import choose_budget
 from deepinfer.speculative.cost_refinement import RefinedCost
 from deepinfer.speculative.draft_gate import DraftGate
 from deepinfer.speculative.stale_rates import StaleRates
-from deepinfer.worker.worker import Launched, StepTokens
+from deepinfer.worker.step_results import Launched, StepTokens
 
 _HOST_PHASES = ("schedule", "batch", "commit")
 
@@ -61,12 +61,12 @@ class VerificationPlanner:
             else:
                 self._rates.forget(sequence_id)
         host_ms = self._host_ms()
-        num_requests = len(tokens.by_sequence)
-        if not num_requests:
+        num_requests, times = len(tokens.by_sequence), tokens.times
+        if not num_requests or times is None:
             return
         # What grows with the rows is the forward and the choice of tokens; the rest goes by requests.
-        fixed_ms = tokens.draft_ms + host_ms
-        rows_ms = step.forward_ms + tokens.sample_ms
+        fixed_ms = times.draft_ms + (0.0 if times.hides_host else host_ms)
+        rows_ms = times.rows_ms
         if self.cost is not None:
             self.cost.observe(step.plan.num_rows, num_requests, rows_ms, fixed_ms)
         if not any(chunk.is_prefill for chunk in step.plan.chunks):

@@ -14,15 +14,12 @@ _BLOCK = 1024
 
 @triton.jit
 def _first_streams_kernel(
-    ids, slots, newest, embedding, trunk, read_mix, hidden,
+    ids, embedding, trunk, read_mix, hidden,
     M: tl.constexpr, M_P2: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait_for_earlier_kernels(OVERLAP)
     token = tl.load(ids + row)
-    if newest is not None:
-        if token < 0:
-            token = tl.load(newest + tl.load(slots + row)).to(token.dtype)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     mask = columns < hidden
     value = tl.load(embedding + token.to(tl.int64) * hidden + columns, mask, other=0.0)
@@ -33,28 +30,23 @@ def _first_streams_kernel(
         tl.store(read_mix + row * M + streams, tl.where(streams == 0, 1.0, 0.0), streams < M)
 
 
-def first_streams(
-    ids: Tensor, embedding: Tensor, streams: int, newest: Tensor | None = None, slots: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def first_streams(ids: Tensor, embedding: Tensor, streams: int) -> tuple[Tensor, Tensor]:
     """Equal streams of token ids, of which the first is read.
 
     Args:
-        ids: ``[rows]`` int32 or int64, dense; with ``newest``, -1 stands for ``newest[slot]`` of the row.
+        ids: ``[rows]`` int32 or int64, dense.
         embedding: ``[vocab, hidden]`` bf16.
-        newest: ``[slots]`` int32; slots: ``[rows]`` int32, dense, each in range.
     Returns:
         trunk ``[rows, streams, hidden]`` bf16 and read mix ``[rows, streams]`` float32.
     """
     rows, hidden = ids.shape[0], embedding.shape[1]
-    assert (newest is None) == (slots is None)
     assert embedding.is_contiguous()
     assert ids.is_contiguous()
-    assert slots is None or slots.is_contiguous()
     trunk = embedding.new_empty(rows, streams, hidden)
     read_mix = torch.empty(rows, streams, dtype=torch.float32, device=embedding.device)
     if rows:
         _first_streams_kernel[(rows, triton.cdiv(hidden, _BLOCK))](
-            ids, slots, newest, embedding, trunk, read_mix, hidden,
+            ids, embedding, trunk, read_mix, hidden,
             M=streams, M_P2=triton.next_power_of_2(streams), BLOCK=_BLOCK, num_warps=4,
             **launch_options(embedding.device),
         )  # fmt: skip

@@ -143,20 +143,16 @@ class FusedV41:
             for layer in self.layers:
                 if layer.engram is not None:
                     layer.engram.begin(step.ngram_ids)
-        residual = self.embed(step.ids, step.newest_tokens)
+        residual = self.embed(step.ids)
         for layer in self.layers:
             if not layer.forward(residual, step, caches.layers):
                 return residual.trunk, residual.read_mix
         flush(residual)
         return residual.trunk, residual.read_mix
 
-    def embed(self, ids: Tensor, newest: tuple[Tensor, Tensor] | None = None) -> Residual:
-        """First streams of token ids ``[rows]``: equal, of which the first is read.
-
-        Args:
-            newest: what -1 stands for, see :class:`FusedStep`.
-        """
-        return Residual(*first_streams(ids, self.embedding, self.config.hc_mult, *(newest or ())))
+    def embed(self, ids: Tensor) -> Residual:
+        """First streams of token ids ``[rows]``: equal, of which the first is read."""
+        return Residual(*first_streams(ids, self.embedding, self.config.hc_mult))
 
     def logits(self, trunk: Tensor, read_mix: Tensor) -> Tensor:
         """Logits ``[rows, vocab]`` in float32 for the given rows of :meth:`forward`'s result."""

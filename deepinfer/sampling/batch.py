@@ -117,15 +117,17 @@ class SamplingBatchBuilder:
         states: Sequence[SamplingState],
         positions: Sequence[int],
         pending: Sequence[Sequence[int]] | None = None,
+        on_device: Tensor | None = None,
     ) -> SamplingBatch:
         """The batch for one row per entry. A state appears once per row that it samples (verification: several).
 
         Args:
             states: owner of each row.
             positions: absolute position that the row's token will have (``state.next_position`` for the next one).
-                Where the device corrects them later, give lower bounds.
+                Where only the device has them, give lower bounds.
             pending: per row, tokens assumed between the state's output and this row (the drafts before it); they
                 count for penalties. None for none.
+            on_device: int64 ``[rows]`` the positions as the device has them; None if the host knows them.
         """
         assert len(states) == len(positions), f"{len(states)} states, {len(positions)} positions"
         constants = self._constants(states)
@@ -138,7 +140,7 @@ class SamplingBatchBuilder:
         return SamplingBatch(
             num_rows=len(states),
             vocab_size=self.vocab_size,
-            positions=to_device(np.asarray(positions, dtype=np.int64), self.device),
+            positions=to_device(np.asarray(positions, dtype=np.int64), self.device) if on_device is None else on_device,
             constants=constants,
             early=early_bans(states, positions, constants.early_rows, self.device),
             penalties=penalty_entries(states, pending, constants.penalty_rows, self.device),

@@ -48,8 +48,11 @@ class SamplerOutput:
         return replace(self, **{name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None})
 
     def to_host(self) -> SamplerOutput:
-        """The same in pinned host memory, copied without waiting: read it behind an event on the current stream."""
-        names = ("token_ids", "is_bad", "logprobs", "ranks", "top_ids", "top_logprobs")
+        """The log-probabilities in pinned host memory; tokens stay where they are.
+
+        The copies do not wait: read them behind an event on the current stream.
+        """
+        names = ("logprobs", "ranks", "top_ids", "top_logprobs")
         tensors = {name: getattr(self, name) for name in names}
         copies: dict[str, Any] = {name: pinned_copy(each) for name, each in tensors.items() if each is not None}
         return replace(self, **copies)

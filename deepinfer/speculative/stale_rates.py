@@ -28,7 +28,8 @@ class StaleRates:
     """Remembers survivals per request. Owned by whoever plans steps.
 
     Every step that drafts for a request makes a *generation*: :meth:`schedule` when it is planned, :meth:`process` when
-    its result reaches the host. At most one generation is on its way (asynchronous scheduling).
+    its result reaches the host. One generation is on its way when a step is planned (asynchronous scheduling), and two
+    while a chained step is launched before the one before it is committed.
     """
 
     def __init__(self) -> None:
@@ -44,8 +45,13 @@ class StaleRates:
         self._check(request_id, history)
 
     def process(self, request_id: str, survivals: Sequence[float]) -> None:
-        """The oldest step still on its way has come back with these survivals of its drafts."""
-        history = self._histories[request_id]
+        """The oldest step still on its way has come back with these survivals of its drafts.
+
+        Nothing happens if the request was forgotten meanwhile.
+        """
+        history = self._histories.get(request_id)
+        if history is None or history.num_processed == history.num_scheduled:
+            return
         history.num_processed += 1
         history.newest, history.before = tuple(survivals), history.newest
         self._check(request_id, history)
@@ -79,11 +85,11 @@ class StaleRates:
         return history.newest[:num_slots] + (0.0,) * (num_slots - len(history.newest))
 
     def check(self) -> None:
-        """Raise if a request has more than one generation on its way, or less than none."""
+        """Raise if a request has more than two generations on their way, or less than none."""
         for request_id, history in self._histories.items():
             self._check(request_id, history)
 
     @staticmethod
     def _check(request_id: str, history: _History) -> None:
         ahead = history.num_scheduled - history.num_processed
-        assert 0 <= ahead <= 1, f"{request_id} has {ahead} steps on their way"
+        assert 0 <= ahead <= 2, f"{request_id} has {ahead} steps on their way"

@@ -92,8 +92,11 @@ class Verified:
         return replace(self, rows=self.rows.cpu(), **{name: getattr(self, name).cpu() for name in names})
 
     def to_host(self) -> Verified:
-        """The same in pinned host memory, copied without waiting: read it behind an event on the current stream."""
-        names = ("token_ids", "num_accepted", "is_bad", "acceptance", "first_row")
+        """What an engine reads of it in pinned host memory, the rest left where it is.
+
+        The copies do not wait: read them behind an event on the current stream.
+        """
+        names = ("token_ids", "num_accepted", "is_bad", "first_row")
         return replace(self, rows=self.rows.to_host(), **{name: pinned_copy(getattr(self, name)) for name in names})
 
     def emitted(self, request: int) -> list[int]:

@@ -16,8 +16,8 @@ from deepinfer.worker.graph_set import GraphPool, GraphSet
 if TYPE_CHECKING:
     from deepinfer.worker.fused_runner import FusedRunner
 
-Forward = tuple[Tensor, Tensor, Tensor | None]
-"""Trunk ``[rows, M, hidden]``, read mix ``[rows, M]``, n-gram ids ``[rows, n]``."""
+Forward = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""Trunk ``[rows, M, hidden]``, read mix ``[rows, M]``, n-gram ids ``[rows, n]``, completed table."""
 
 
 class DecodeGraphs:
@@ -40,7 +40,7 @@ class DecodeGraphs:
         self.graphs: GraphSet[Forward] = GraphSet("the backbone", sizes, self._forward, self._clear, pool)
 
     def replay(self, host: HostTable, ngrams: Tensor | None) -> Forward | None:
-        """Run the step. Returns trunk, read mix and n-gram ids of its rows; they hold until the next replay.
+        """Run the step. Returns what its rows gave; it holds until the next replay.
 
         None if no graph can run it: it has too many rows or blocks, or no size that holds it could be captured.
 
@@ -54,8 +54,8 @@ class DecodeGraphs:
         if size is None:
             return None
         self._fill(host, ngrams, size)
-        trunk, read_mix, known = self.graphs.replay(size)
-        return trunk[:count], read_mix[:count], None if known is None else known[:count]
+        trunk, read_mix, known, table = self.graphs.replay(size)
+        return trunk[:count], read_mix[:count], None if known is None else known[:count], table[:, :count]
 
     def _fill(self, host: HostTable, ngrams: Tensor | None, size: int) -> None:
         move, count = self._runner.move, host.num_rows
@@ -75,4 +75,5 @@ class DecodeGraphs:
         runner = self._runner
         ngrams = None if self._ngrams is None else self._ngrams[:size]
         step = runner.step_of(self._table[:, :size], self._tables[:size], ngrams, keys_first=True)
-        return *runner.forward(step), step.ngram_ids
+        assert step.table is not None
+        return *runner.forward(step), step.ngram_ids, step.table

@@ -10,6 +10,9 @@ import numpy as np
 from deepinfer.messages import Chunk
 from deepinfer.worker.ragged_rows import Ints, RaggedRows
 
+NO_ENTRIES = 2**31 - 1
+"""An entry floor behind every position, wherever the device has the rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
@@ -52,7 +55,7 @@ def kept_rows(chunks: Sequence[Chunk], is_compact: bool) -> KeptRows:
         counts=counts,
         slots=np.array([chunk.state_slot for chunk in chunks])[kept],
         floors=np.maximum(floors, [chunk.window_floor for chunk in chunks])[kept],
-        entry_floors=ends[kept],  # entries were written for all rows before the cut
+        entry_floors=np.full(len(kept), NO_ENTRIES),  # they were written for all rows before the cut
     )
     first_row = (begins + first - starts)[kept]
     num_sampled = [chunks[int(index)].num_sampled for index in kept]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer.layers.fused.device_rows import Column, row_table
-from deepinfer.messages import PLACEHOLDER_TOKEN, Chunk
+from deepinfer.messages import Chunk
 from deepinfer.ops.step_views import ChunkSpan
-from deepinfer.worker.device_tokens import FROM_DEVICE
 from deepinfer.worker.ragged_rows import RaggedRows
 
 
@@ -33,7 +32,7 @@ def host_table(rows: RaggedRows, ids: np.ndarray, block_tables: np.ndarray) -> H
     """The table of a ragged batch.
 
     Args:
-        ids: ``[rows]`` token ids. block_tables: ``[sequences, blocks]``.
+        ids: ``[rows]`` token ids, -1 where only the device knows. block_tables: ``[sequences, blocks]``.
     """
     sequence = rows.sequence
     table = row_table(
@@ -74,7 +73,10 @@ def token_ids(chunks: Sequence[Chunk], num_rows: int) -> np.ndarray:
 
 
 def ngram_ids(chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray, size: int) -> np.ndarray:
-    """``[rows, size]`` each row's id and the ones before it, newest first; -1 before the start (spec 4.10 d)."""
+    """``[rows, size]`` each row's id and the ones before it, newest first; -1 before the start (spec 4.10 d).
+
+    Of rows whose id only the device knows they mean nothing.
+    """
     older = size - 1
     history = np.full((len(chunks), older), -1)
     for index, chunk in enumerate(chunks):
@@ -87,10 +89,3 @@ def ngram_ids(chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray, size: 
         before = history[rows.sequence, np.where(inside, 0, older - back + rows.offset)]
         columns.append(np.where(inside, ids[np.maximum(row - back, 0)], before))
     return np.stack(columns, axis=1)
-
-
-def device_ngram_ids(chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray, size: int) -> np.ndarray:
-    """As :func:`ngram_ids`, int32; rows whose id only the device knows are :data:`FROM_DEVICE` throughout."""
-    found = ngram_ids(chunks, rows, ids, size).astype(np.int32)
-    found[ids == PLACEHOLDER_TOKEN] = FROM_DEVICE
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from deepinfer.layers.fused.draft_rows import DraftExpander
 from deepinfer.sampling.device_choice import DeviceChoice
 from deepinfer.sampling.row_parameters import RowParameters
 from deepinfer.speculative.verification import Verified
+from deepinfer.worker.drafter import FollowingDrafts
 from deepinfer.worker.fused_runner import FusedRunner
 from deepinfer.worker.graph_set import GraphSet
 
@@ -31,15 +31,6 @@ class DraftColumn(IntEnum):
     """First position whose context keys are in the draft's rings."""
     SLOT = 2
     """State slot."""
-
-
-class DraftOutputs(NamedTuple):
-    """One row per request."""
-
-    token_ids: Tensor
-    """``[requests, drafts]`` int64."""
-    confidence: Tensor
-    """``[requests, drafts]`` float32, calibrated."""
 
 
 class DraftStep:
@@ -68,7 +59,7 @@ class DraftStep:
         self._is_bad = torch.zeros(most, dtype=torch.bool, device=device)
         self._parameters = RowParameters.neutral(most, runner.config.vocab_size, device)
         self._ahead = torch.arange(num_drafts, device=device)[:, None] + 2
-        self.graphs: GraphSet[DraftOutputs] | None = None
+        self.graphs: GraphSet[FollowingDrafts] | None = None
         if runner.draft_sizes:
             self.graphs = GraphSet("the draft", runner.draft_sizes, self.run, self._clear, runner.graph_pool)
 
@@ -76,29 +67,34 @@ class DraftStep:
         """What the requests ask of their tokens, in their order; it stays until it is set again."""
         self._parameters.copy_(parameters)
 
-    def draft(self, table: np.ndarray, verified: Verified, choose: Choose | None = None) -> DraftOutputs:
+    def draft(
+        self, table: np.ndarray, verified: Verified, choose: Choose | None = None, firsts: Tensor | None = None
+    ) -> FollowingDrafts:
         """Draft behind what a step emitted: one graph, or launches. Nobody waits.
 
         Args:
             table: ``[len(DraftColumn), requests]`` int32. verified: of the same requests, on the device.
             choose: draws the tokens of a slot, for requests whose logits are edited first; no graph has that. None
                 draws with the parameters that were set.
+            firsts: ``[requests]`` int32 on the device, where the host can only guess them.
         Returns:
             rows of bad requests mean nothing. They hold until the next graph is replayed.
         """
         count = table.shape[1]
         size = None if self.graphs is None or choose is not None else self.graphs.size_for(count)
-        self._fill(table, verified, size or count)
+        self._fill(table, verified, size or count, firsts)
         if self.graphs is None or size is None:
             return self.run(count, choose)
-        return DraftOutputs(*(tensor[:count] for tensor in self.graphs.replay(size)))
+        return FollowingDrafts(*(tensor[:count] for tensor in self.graphs.replay(size)))
 
-    def _fill(self, table: np.ndarray, verified: Verified, size: int) -> None:
+    def _fill(self, table: np.ndarray, verified: Verified, size: int, firsts: Tensor | None) -> None:
         count = table.shape[1]
         assert count <= size <= self.max_requests, f"{count} requests, {size=}, {self.max_requests=}"
         padded = np.full((len(DraftColumn), size), -1, np.int32)
         padded[:, :count] = table
         self._table[:, :size].copy_(self._runner.move(padded), non_blocking=True)
+        if firsts is not None:
+            self._table[DraftColumn.FIRST, :count].copy_(firsts)
         self._emitted[:count].copy_(verified.token_ids)
         self._num_accepted[:count].copy_(verified.num_accepted)
         self._is_bad[:count].copy_(verified.is_bad)
@@ -106,7 +102,7 @@ class DraftStep:
     def _clear(self) -> None:
         self._table.fill_(-1)
 
-    def run(self, size: int, choose: Choose | None = None) -> DraftOutputs:
+    def run(self, size: int, choose: Choose | None = None) -> FollowingDrafts:
         """The function: drafts of the first ``size`` requests of the inputs. Launches only."""
         table, accepted = self._table[:, :size], self._num_accepted[:size]
         first = table[DraftColumn.FIRST]
@@ -124,7 +120,7 @@ class DraftStep:
         rows = self._expander.expand(anchors.to(torch.int32), table[DraftColumn.FLOOR], table[DraftColumn.SLOT])
         proposal = self._model.draft(newest, self._num_drafts, rows, self._runner.caches, draw)
         logits = (proposal.confidence_logits / self._temperatures).clamp(-60, 60)
-        return DraftOutputs(proposal.token_ids, torch.sigmoid(logits))
+        return FollowingDrafts(proposal.token_ids, torch.sigmoid(logits))
 
 
 def draft_table(firsts: Sequence[int], floors: Sequence[int], slots: Sequence[int]) -> np.ndarray:

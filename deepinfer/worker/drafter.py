@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +19,19 @@ from deepinfer.speculative.drafts import Drafts
 from deepinfer.speculative.verification import Verified
 from deepinfer.structured.masks import MaskBatch
 from deepinfer.structured.matcher import GrammarMatcher
+from deepinfer.worker.device_tokens import SampledRows
 from deepinfer.worker.draft_batch import build_draft_batch
 from deepinfer.worker.grammar_walk import GrammarWalk
 from deepinfer.worker.model_runner import ModelRunner
-from deepinfer.worker.unread import UnreadDrafts
+
+
+class FollowingDrafts(NamedTuple):
+    """Drafts on the device; they hold until the next graph is replayed."""
+
+    token_ids: Tensor
+    """``[sequences, num_drafts]`` int64."""
+    confidence: Tensor
+    """``[sequences, num_drafts]`` float32, calibrated."""
 
 
 class Drafter:
@@ -113,16 +123,22 @@ class Drafter:
         return False
 
     def follow(
-        self, owners: Sequence[SamplingState], slots: Sequence[int], firsts: Sequence[int], verified: Verified
-    ) -> UnreadDrafts:
+        self,
+        owners: Sequence[SamplingState],
+        slots: Sequence[int],
+        firsts: Sequence[int],
+        verified: Verified,
+        sampled: SampledRows | None = None,
+    ) -> FollowingDrafts:
         """As :meth:`propose`, behind tokens that the host has not seen. Launches only.
 
         Only where :meth:`can_follow` says so, which this class never does.
 
         Args:
             owners: as for :meth:`propose`. slots: state slots.
-            firsts: position of each sequence's first sampled row.
+            firsts: position of each sequence's first sampled row; with ``sampled`` it may be too early.
             verified: result of these rows, on the device. What is drafted for bad sequences means nothing.
+            sampled: the rows as the device has them, where the host can only guess.
         """
         raise NotImplementedError
 

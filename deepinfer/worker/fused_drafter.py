@@ -15,10 +15,10 @@ from deepinfer.speculative.draft_distribution import DraftDistributions
 from deepinfer.speculative.draft_sampling import CoupledDraftSampler, DraftSampler
 from deepinfer.speculative.verification import Verified
 from deepinfer.structured.matcher import GrammarMatcher
+from deepinfer.worker.device_tokens import SampledRows
 from deepinfer.worker.draft_step import Choose, DraftStep, draft_table
-from deepinfer.worker.drafter import Drafter
+from deepinfer.worker.drafter import Drafter, FollowingDrafts
 from deepinfer.worker.fused_runner import FusedRunner
-from deepinfer.worker.unread import UnreadDrafts
 
 
 class FusedDrafter(Drafter):
@@ -56,18 +56,24 @@ class FusedDrafter(Drafter):
         return all(owner.ignores_output for owner in owners) and all(grammar is None for grammar in grammars)
 
     def follow(
-        self, owners: Sequence[SamplingState], slots: Sequence[int], firsts: Sequence[int], verified: Verified
-    ) -> UnreadDrafts:
+        self,
+        owners: Sequence[SamplingState],
+        slots: Sequence[int],
+        firsts: Sequence[int],
+        verified: Verified,
+        sampled: SampledRows | None = None,
+    ) -> FollowingDrafts:
         floors = self._runner.draft_floors(slots)
         table = draft_table(firsts, floors, slots)
         drawn: list[DraftDistributions | None] = []
+        choose = None
         if self._is_plain(owners, firsts):
             self._set_members(owners)
-            outputs = self.step.draft(table, verified)
         else:
-            outputs = self.step.draft(table, verified, self._edited(owners, firsts, drawn))
+            choose = self._edited(owners, firsts, drawn)
+        outputs = self.step.draft(table, verified, choose, None if sampled is None else sampled.firsts)
         self._store(slots, outputs.token_ids, drawn)
-        return UnreadDrafts.of(*outputs)
+        return outputs
 
     def _is_plain(self, owners: Sequence[SamplingState], firsts: Sequence[int]) -> bool:
         """Whether a graph can draw the tokens: from the logits as they are."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepinfer.config.model import TextConfig
 from deepinfer.layers.caches import CacheGeometry
-from deepinfer.layers.fused.device_rows import Column, RowExpander, fits_spare_room
+from deepinfer.layers.fused.device_rows import RowExpander, fits_spare_room
 from deepinfer.layers.fused.step import FusedCut, FusedStep
 from deepinfer.messages import Chunk, StepPlan
 from deepinfer.models.fused_dspark import FusedDSpark
@@ -18,7 +18,7 @@ from deepinfer.models.fused_v41 import FusedV41
 from deepinfer.ops.step_views import ChunkSpan
 from deepinfer.worker.decode_graphs import DecodeGraphs
 from deepinfer.worker.decoder_rows import kept_rows, narrows_decoder
-from deepinfer.worker.device_step import device_ngram_ids, host_table, padded_block_tables, token_ids
+from deepinfer.worker.device_step import host_table, ngram_ids, padded_block_tables, token_ids
 from deepinfer.worker.device_tokens import DeviceTokens
 from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.model_runner import ModelRunner, StepResult
@@ -32,6 +32,7 @@ class FusedRunner(ModelRunner):
         graph_sizes: rows of the steps that are captured; none runs every step launch by launch.
         draft_sizes: requests of the drafts that are captured.
         max_blocks: blocks per sequence that captured steps can address.
+        num_drafts: most drafts of a sequence.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class FusedRunner(ModelRunner):
         graph_sizes: Sequence[int] = (),
         draft_sizes: Sequence[int] = (),
         max_blocks: int = 1,
+        num_drafts: int = 0,
     ) -> None:
         super().__init__(config, model, geometry, device, is_compact, draft)
         self.fused_draft = draft
@@ -53,7 +55,7 @@ class FusedRunner(ModelRunner):
         ratios = tuple(sorted({plan.ratio for plan in config.layers} - {0}))
         self.expander = RowExpander(geometry, ratios, self.plain_frequencies, self.compressed_frequencies)
         self.ngram_size = config.engram_max_ngram_size if config.engram_layer_ids else 0
-        self.device_tokens = DeviceTokens(geometry.num_slots, self.ngram_size, device)
+        self.device_tokens = DeviceTokens(geometry.num_slots, self.ngram_size, num_drafts, device)
         self.graph_sizes, self.draft_sizes = tuple(graph_sizes), tuple(draft_sizes)
         self.graph_pool = GraphPool()
         self.graphs = DecodeGraphs(self, graph_sizes, max_blocks, self.graph_pool) if graph_sizes else None
@@ -69,7 +71,7 @@ class FusedRunner(ModelRunner):
             host = host_table(ragged, ids, padded_block_tables(chunks))
             ngrams = None
             if self.ngram_size:
-                ngrams = self.move(device_ngram_ids(chunks, ragged, ids, self.ngram_size))
+                ngrams = self.move(ngram_ids(chunks, ragged, ids, self.ngram_size).astype(np.int32))
         self.checkpoints.restore(plan.restores)
         with self.timer.phase("forward"):
             is_cut = narrows_decoder(chunks, self.caches.geometry.window)
@@ -81,20 +83,22 @@ class FusedRunner(ModelRunner):
             if self.graphs is not None and is_short and not is_cut:
                 found = self.graphs.replay(host, ngrams)
             if found is not None:
-                trunk, read_mix, known = found
+                trunk, read_mix, known, table = found
             else:
                 step = self.step_of(
                     self.move(host.table), self.move(host.block_tables), ngrams, is_short and not is_cut
                 )
-                known = step.ngram_ids
+                assert step.table is not None
+                known, table = step.ngram_ids, step.table
                 if is_cut:
                     step.cut, samples = self._cut(chunks, host.block_tables, ids)
                     known = None if known is None else known[step.cut.kept]
+                    table = table[:, step.cut.kept]
                 trunk, read_mix = self.forward(step)
             sample_rows = self.move(samples)
             self._note_feature_floors(chunks)
         self.checkpoints.save(plan.saves)
-        return StepResult(self.model, trunk, read_mix, sample_rows, known)
+        return StepResult(self.model, trunk, read_mix, sample_rows, known, table)
 
     def capture_graphs(self, show_progress: bool) -> None:
         """Capture what :meth:`run` replays, at start-up rather than when a size is first met."""
@@ -126,17 +130,15 @@ class FusedRunner(ModelRunner):
         keys_first: bool,
         spans: Sequence[ChunkSpan] | None = None,
     ) -> FusedStep:
-        """The step of some rows; its forward fills in the tokens that only the device knows.
+        """The step of some rows, completed by what only the device knows.
 
         Args:
             table, block_tables, ngrams: on the device, int32. spans: of the chunks, where they may vary.
         """
-        rows, tokens = self.expander.expand(table, block_tables, keys_first, spans), self.device_tokens
-        assert tokens is not None
-        slots = table[Column.SLOT]
-        if ngrams is not None:
-            ngrams = tokens.fill_ngrams(ngrams, slots.long())
-        return FusedStep(rows, rows.token_ids, ngrams, newest_tokens=(tokens.newest, slots))
+        assert self.device_tokens is not None
+        table, ngrams = self.device_tokens.complete(table, ngrams)
+        rows = self.expander.expand(table, block_tables, keys_first, spans)
+        return FusedStep(rows, rows.token_ids, ngrams, table)
 
     def _cut(self, chunks: Sequence[Chunk], block_tables: np.ndarray, ids: np.ndarray) -> tuple[FusedCut, np.ndarray]:
         """The rows that the decoder layers run on, and the rows to sample from, numbered among them."""
@@ -145,5 +147,7 @@ class FusedRunner(ModelRunner):
         rows = None
         if kept.ragged is not None:
             host = host_table(kept.ragged, ids[kept.rows], block_tables[kept.chunks])
-            rows = self.expander.expand(self.move(host.table), self.move(host.block_tables), False, host.spans)
+            assert self.device_tokens is not None
+            table, _ = self.device_tokens.complete(self.move(host.table), None)
+            rows = self.expander.expand(table, self.move(host.block_tables), False, host.spans)
         return FusedCut(layer, self.move(kept.rows), rows), kept.sample_rows

@@ -40,6 +40,9 @@ class StepResult:
     """``[samples]`` int64, in batch order."""
     ngram_ids: Tensor | None = None
     """``[rows, n]`` int32, newest first, where the device knows ids that the host does not."""
+    table: Tensor | None = None
+    """``[len(Column), rows]`` int32, completed, where the device knows tokens and positions that the host does not. As
+    ``ngram_ids``, it holds until the next graph is replayed."""
 
     @torch.inference_mode()
     def sample_logits(self) -> Tensor:

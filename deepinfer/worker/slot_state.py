@@ -1,9 +1,9 @@
-"""What the device remembers of each sequence between two steps: its newest token, its drafts, where it stands.
+"""What the host remembers of each sequence between two steps: its newest token, its drafts, where it stands.
 
 A step can be planned before the one before it has come back. The plan then says which sequence runs and how many rows
 it may take; where it really stands, and with which tokens, is filled in here. Chained steps (see
-:class:`~deepinfer.worker.worker.Worker`) run before their tokens have come back: then only positions are known here,
-and the tokens are filled in on the device (:mod:`deepinfer.worker.device_tokens`).
+:class:`~deepinfer.worker.worker.Worker`) run before the tokens of the step before have come back: then the chunk is
+left open, with a guess of where it starts, and the device completes it (:mod:`deepinfer.worker.device_tokens`).
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ class SlotState:
 
     def __init__(self, num_slots: int, num_drafts: int, history_len: int) -> None:
         self.next_position = np.zeros(num_slots, np.int64)
-        """Position of the newest token, which has been sampled but not computed."""
+        """Position of the newest token, which has been sampled but not computed. This and what follows is as of the
+        last step that has come back, but for ``num_drafts``."""
         self.newest = np.full(num_slots, PLACEHOLDER_TOKEN, np.int64)
         self.history = np.full((num_slots, history_len), PLACEHOLDER_TOKEN, np.int64)
         """Ids before the newest token, oldest first; a placeholder before the start of the sequence."""
         self.drafts = np.full((num_slots, num_drafts), PLACEHOLDER_TOKEN, np.int64)
-        self.num_drafts = np.zeros(num_slots, np.int64)
         self.confidence = np.zeros((num_slots, num_drafts), np.float32)
         """That each draft is accepted, given that those before it are."""
+        self.num_drafts = np.zeros(num_slots, np.int64)
+        """Drafts that the next step can verify, whether or not they have come back."""
         self.num_unread = np.zeros(num_slots, np.int64)
-        """Tokens that were sampled and have not come back yet; ``newest`` and ``history`` lag behind by as many."""
+        """Steps of the sequence that were sampled and have not come back yet."""
         self.generation = np.zeros(num_slots, np.int64)
         """Counts the prompt chunks of a slot: what was sampled before one does not concern the sequence behind it."""
 
-    def drafts_for(self, chunk: Chunk) -> int:
-        """Drafts that a decoding chunk can verify: those that exist, as far as its rows reach."""
-        return min(int(self.num_drafts[chunk.state_slot]), chunk.num_rows - 1)
+    def drafts_for(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Drafts that each decoding chunk can verify: those that exist, as far as its rows reach."""
+        existing = self.num_drafts[[chunk.state_slot for chunk in chunks]].tolist()
+        return [min(most, chunk.num_rows - 1) for chunk, most in zip(chunks, existing, strict=True)]
 
-    def resolve(self, chunk: Chunk, num_rows: int) -> Chunk:
-        """The chunk as it really runs, with ``num_rows`` rows. Prefill chunks pass unchanged."""
-        slot = chunk.state_slot
-        if chunk.is_prefill:
-            self.generation[slot] += 1
-            self.num_unread[slot] = 0
-            return chunk
-        if self.num_unread[slot]:
-            assert num_rows == 1, f"{chunk.request_id}: drafts behind a token that has not come back"
-            return replace(
-                chunk,
-                start=int(self.next_position[slot]),
-                token_ids=(PLACEHOLDER_TOKEN,),
-                history=(),
-                num_sampled=1,
-            )
-        newest = int(self.newest[slot])
-        known = chunk.token_ids[0]
-        assert known in (PLACEHOLDER_TOKEN, newest), f"{chunk.request_id}: plan has token {known}, device {newest}"
-        ids = (newest, *self.drafts[slot, : num_rows - 1].tolist())
-        assert min(ids) >= 0, f"{chunk.request_id}: a placeholder would reach the model in {ids}"
-        return replace(
-            chunk,
-            start=int(self.next_position[slot]),
-            token_ids=ids,
-            history=tuple(token for token in self.history[slot].tolist() if token >= 0),
-            num_sampled=num_rows,
-        )
+    def resolve(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> tuple[Chunk, ...]:
+        """The chunks as they really run, with so many rows. Prefill chunks pass unchanged."""
+        slots = [chunk.state_slot for chunk in chunks]
+        unread, stands = self.num_unread[slots].tolist(), self.next_position[slots].tolist()
+        newest, drafts, history = self.newest[slots].tolist(), self.drafts[slots].tolist(), self.history[slots].tolist()
+        resolved = []
+        for place, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+            if chunk.is_prefill:
+                self.generation[chunk.state_slot] += 1
+                self.num_unread[chunk.state_slot] = 0
+                resolved.append(chunk)
+            elif unread[place]:
+                # Each step gives one token at least, so this is where the sequence stands or a little before.
+                guess = stands[place] + unread[place]
+                resolved.append(_at(chunk, guess, (PLACEHOLDER_TOKEN,) * count, ()))
+            else:
+                known = chunk.token_ids[0]
+                assert known in (PLACEHOLDER_TOKEN, newest[place]), (
+                    f"{chunk.request_id}: plan has token {known}, device {newest[place]}"
+                )
+                ids = (newest[place], *drafts[place][: count - 1])
+                assert min(ids) >= 0, f"{chunk.request_id}: a placeholder would reach the model in {ids}"
+                before = tuple([token for token in history[place] if token >= 0])
+                resolved.append(_at(chunk, stands[place], ids, before))
+        return tuple(resolved)
 
     def advance(self, chunk: Chunk, emitted: Sequence[int]) -> None:
         """Record what a resolved chunk emitted. Its drafts are gone until :meth:`propose`."""
@@ -80,26 +80,46 @@ class SlotState:
         self.num_drafts[slot] = 0
         self._remember(slot, chunk.history + chunk.token_ids[:computed])
 
-    def advance_unread(self, chunk: Chunk) -> int:
-        """Record that a resolved chunk emitted one token, which has not come back. Returns the slot's generation."""
-        slot = chunk.state_slot
-        self.next_position[slot] = chunk.end
-        self.num_drafts[slot] = 0
-        if not self.num_unread[slot]:
-            self._remember(slot, chunk.history + chunk.token_ids)
-            self.newest[slot] = PLACEHOLDER_TOKEN
-        self.num_unread[slot] += 1
-        return int(self.generation[slot])
+    def advance_unread(self, chunks: Sequence[Chunk], num_drafts: int) -> np.ndarray:
+        """Record that resolved chunks were sampled, and what they gave has not come back.
 
-    def read(self, chunk: Chunk, generation: int, token: int) -> None:
-        """The token of :meth:`advance_unread` has come back; those before it have, too."""
-        slot = chunk.state_slot
-        if self.generation[slot] != generation:
-            return  # the slot was given to another sequence meanwhile
-        if self.newest[slot] != PLACEHOLDER_TOKEN:
-            self._remember(slot, (*self.history[slot].tolist(), int(self.newest[slot])))
-        self.newest[slot] = token
-        self.num_unread[slot] -= 1
+        Args:
+            num_drafts: drafts that are made behind it, for each.
+        Returns:
+            generations of the slots, for :meth:`read`.
+        """
+        slots = [chunk.state_slot for chunk in chunks]
+        for chunk, count in zip(chunks, self.num_unread[slots].tolist(), strict=True):
+            if not count:  # everything before the first sampled row is known
+                slot, before = chunk.state_slot, chunk.num_rows - chunk.num_sampled
+                self.next_position[slot] = chunk.start + before
+                self.newest[slot] = chunk.token_ids[before]
+                self._remember(slot, chunk.history + chunk.token_ids[:before])
+        self.num_unread[slots] += 1
+        self.num_drafts[slots] = num_drafts
+        return self.generation[slots]
+
+    def read(
+        self, slots: Sequence[int], generations: np.ndarray, token_ids: np.ndarray, num_accepted: np.ndarray
+    ) -> np.ndarray:
+        """What was emitted behind :meth:`advance_unread` has come back; so has what was emitted before.
+
+        Args:
+            token_ids: ``[slots, n]`` the accepted drafts and one token more. num_accepted: ``[slots]``.
+        Returns:
+            ``[slots]`` whether the slot still belongs to that sequence.
+        """
+        where = np.asarray(slots)
+        is_own = self.generation[where] == generations
+        own, emitted, accepted = where[is_own], token_ids[is_own], num_accepted[is_own]
+        length = self.history.shape[1]
+        known = np.concatenate((self.history[own], self.newest[own, None], emitted), axis=1)
+        row, behind = np.arange(len(own))[:, None], accepted[:, None] + 1
+        self.history[own] = known[row, behind + np.arange(length)]
+        self.newest[own] = known[row[:, 0], behind[:, 0] + length]
+        self.next_position[own] += behind[:, 0]
+        self.num_unread[own] -= 1
+        return is_own
 
     def _remember(self, slot: int, tokens: Sequence[int]) -> None:
         """The ids before the newest token are the last of these."""
@@ -107,11 +127,25 @@ class SlotState:
         if length:
             self.history[slot] = ((PLACEHOLDER_TOKEN,) * length + tuple(tokens))[-length:]
 
-    def propose(self, slot: int, drafts: Sequence[int], confidence: Sequence[float]) -> None:
-        """Record the drafts behind the newest token of a slot."""
-        self.num_drafts[slot] = len(drafts)
-        self.drafts[slot, : len(drafts)] = drafts
-        self.confidence[slot, : len(drafts)] = confidence
+    def propose(self, slots: Sequence[int], drafts: np.ndarray, confidence: np.ndarray) -> None:
+        """Record the drafts behind the newest tokens; both arrays are ``[slots, num_drafts]``."""
+        if slots:
+            self.num_drafts[slots] = drafts.shape[1]
+            self.drafts[slots] = drafts
+            self.confidence[slots] = confidence
+
+    def read_drafts(
+        self, slots: Sequence[int], is_own: np.ndarray, is_good: np.ndarray, drafts: np.ndarray, confidence: np.ndarray
+    ) -> None:
+        """The drafts behind :meth:`advance_unread` have come back.
+
+        Args:
+            is_own: from :meth:`read`. is_good: ``[slots]``; behind a bad row nothing can be drafted.
+        """
+        where = np.asarray(slots)
+        self.num_drafts[where[is_own & ~is_good]] = 0
+        self.drafts[where[is_own]] = drafts[is_own]
+        self.confidence[where[is_own]] = confidence[is_own]
 
     def force(self, slot: int, tokens: Sequence[int]) -> None:
         """Tokens that are certain to follow: the first drafts of a slot, whatever was proposed."""
@@ -123,3 +157,8 @@ class SlotState:
         self.num_drafts[slot] = max(count, int(self.num_drafts[slot]))
         self.drafts[slot, :count] = tokens
         self.confidence[slot, :count] = 1.0
+
+
+def _at(chunk: Chunk, start: int, token_ids: tuple[int, ...], history: tuple[int, ...]) -> Chunk:
+    """A decoding chunk elsewhere, all of its rows sampled."""
+    return replace(chunk, start=start, token_ids=token_ids, history=history, num_sampled=len(token_ids))

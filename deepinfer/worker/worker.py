@@ -3,85 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from deepinfer.messages import Chunk, StepPlan
 from deepinfer.sampling.batch import SamplingBatchBuilder
-from deepinfer.sampling.sampler import SamplerOutput
-from deepinfer.sampling.state import SamplingState
 from deepinfer.sampling.transfer import to_device
 from deepinfer.speculative.allocation import allocate_on_host
-from deepinfer.speculative.drafts import NO_DRAFT, Drafts
 from deepinfer.speculative.verification import Verified, Verifier
-from deepinfer.structured.masks import MaskBatch, MaskRows
-from deepinfer.structured.matcher import GrammarMatcher
-from deepinfer.worker.drafter import Drafter
-from deepinfer.worker.model_runner import ModelRunner, StepResult
+from deepinfer.structured.masks import MaskBatch
+from deepinfer.worker.device_tokens import SampledRows
+from deepinfer.worker.drafter import Drafter, FollowingDrafts
+from deepinfer.worker.model_runner import ModelRunner
 from deepinfer.worker.slot_state import SlotState
+from deepinfer.worker.step_results import Launched, RowOwner, SequenceTokens, StepTimes, StepTokens
+from deepinfer.worker.step_verifier import Sampling, StepVerifier
 from deepinfer.worker.unread import UnreadDrafts, UnreadStep, UnreadTokens
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step whose forward has been started."""
-
-    plan: StepPlan
-    """As it really runs: placeholders filled in, rows of verification divided."""
-    result: StepResult
-    forward_ms: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class RowOwner:
-    """The sequence that a chunk samples for."""
-
-    sampling: SamplingState
-    grammar: GrammarMatcher | None = None
-    """State after all committed tokens; left as it was found."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceTokens:
-    """What one sequence got out of a step."""
-
-    token_ids: list[int]
-    """The accepted drafts and one token more, unless that one is bad."""
-    first_row: int
-    """Row of the sampler's report for the first of them."""
-    num_drafts: int
-    """Drafts that were verified."""
-    confidence: list[float]
-    """Of all drafts that were proposed, verified or not; meaningless if none were verified."""
-    is_bad: bool
-    """The token behind ``token_ids`` has no distribution: not finite, or everything is masked."""
-
-    @property
-    def num_accepted(self) -> int:
-        return len(self.token_ids) - (not self.is_bad)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """Result of a step, on the host."""
-
-    by_sequence: dict[str, SequenceTokens]
-    report: SamplerOutput | None
-    """Log-probabilities per row; None if nothing was sampled."""
-    survivals: dict[str, list[float]]
-    """Of the drafts that were proposed in this step: probability that each and all before it are accepted."""
-    sample_ms: float = 0.0
-    draft_ms: float = 0.0
 
 
 class Worker:
     """Runs steps in two halves, so that a step can be launched before the one before it has been looked at.
 
-    A *chained* step goes further: its sampler is launched right behind its forward and leaves the tokens on the device,
-    where the next forward finds them. The host reads them while that one runs. See :meth:`can_chain` for when.
+    A *chained* step goes further: its sampler and its draft are launched right behind its forward and leave on the
+    device where every sequence stands, and the next forward goes on from there. The host reads what came out while that
+    one runs. See :meth:`can_chain` for when.
 
     Args:
         runner: model and caches. verifier: chooses tokens. batches: parameters of sampled rows.
@@ -99,9 +46,10 @@ class Worker:
         self.runner = runner
         self.slots = slots
         self.drafter = drafter
-        self._verifier = verifier
-        self._batches = batches
         self._masks = MaskBatch(runner.config.vocab_size, runner.device)
+        self._verifier = StepVerifier(verifier, batches, self._masks, slots.drafts.shape[1])
+        self._end: torch.cuda.Event | None = None
+        """Of the last step that was launched, if that was chained."""
 
     def close(self) -> None:
         """End the threads that compute masks."""
@@ -121,28 +69,30 @@ class Worker:
         Args:
             verify_rows: rows of all decoding sequences together; None lets each use all that the plan gives it.
         """
-        rows = self._divide(plan, verify_rows)
-        chunks = tuple(self.slots.resolve(chunk, count) for chunk, count in zip(plan.chunks, rows, strict=True))
+        chunks = self.slots.resolve(plan.chunks, self._divide(plan.chunks, verify_rows))
         resolved = replace(plan, chunks=chunks)
         timer = self.runner.timer
         before = timer.milliseconds("forward")
         result = self.runner.run(resolved)
         return Launched(resolved, result, timer.milliseconds("forward") - before)
 
-    def _divide(self, plan: StepPlan, verify_rows: int | None) -> list[int]:
+    def _divide(self, chunks: Sequence[Chunk], verify_rows: int | None) -> list[int]:
         """Rows of every chunk. A limited number goes to the drafts that are most likely to be accepted."""
-        rows = [chunk.num_rows if chunk.is_prefill else 1 + self.slots.drafts_for(chunk) for chunk in plan.chunks]
-        decoding = [place for place, chunk in enumerate(plan.chunks) if not chunk.is_prefill]
-        if verify_rows is None or not decoding:
+        drafts = self.slots.drafts_for(chunks)
+        rows = [chunk.num_rows if chunk.is_prefill else 1 + count for chunk, count in zip(chunks, drafts, strict=True)]
+        decoding = [place for place, chunk in enumerate(chunks) if not chunk.is_prefill]
+        if verify_rows is None or verify_rows >= sum(rows[place] for place in decoding):
             return rows
         survivals = []
         for place in decoding:
-            confidence = self.slots.confidence[plan.chunks[place].state_slot, : rows[place] - 1]
+            confidence = self.slots.confidence[chunks[place].state_slot, : rows[place] - 1]
             survivals.append(confidence.cumprod().tolist())
-        total = max(len(decoding), min(verify_rows, sum(rows[place] for place in decoding)))
+        total = max(len(decoding), verify_rows)
         for place, count in zip(decoding, allocate_on_host(survivals, total), strict=True):
             rows[place] = count
         return rows
+
+    # ---- a step whose results the host waits for -------------------------------------------------------------------
 
     @torch.inference_mode()
     def sample(self, step: Launched, states: Sequence[RowOwner | None], wants_drafts: bool = True) -> StepTokens:
@@ -153,169 +103,77 @@ class Worker:
                 it gets nothing.
             wants_drafts: False leaves drafting out, so the next step of these sequences verifies nothing.
         """
-        chunks, owners, rows = self._sampled_rows(step, states)
-        if not chunks:
+        self._end = None
+        sampling = Sampling.of(step, states)
+        if sampling is None:
             return StepTokens({}, None, {})
+        drafter = self.drafter if wants_drafts else None
         timer = self.runner.timer
         begin = timer.milliseconds("sample"), timer.milliseconds("draft")
         with timer.phase("sample"):
-            unread = UnreadStep.of(self._verify(step, chunks, owners, rows))
+            distributions = None
+            if self._verifier.needs_distributions and self.drafter is not None:
+                distributions = self.drafter.stored_distributions(sampling.slots)
+            unread = UnreadStep.of(self._verifier.verify(sampling, distributions=distributions))
         following = None
-        if self.drafter is not None and wants_drafts and self._can_follow(owners):
+        if drafter is not None and _can_follow(drafter, sampling.owners):
             with timer.phase("draft"):
-                following = self._follow(chunks, owners, unread.on_device)
+                following = UnreadDrafts.of(*_follow(drafter, sampling, unread.on_device))
         with timer.phase("sample"):
             verified = unread.wait()
-            found = self._take_in(chunks, verified)
+            found = self._take_in(sampling.chunks, verified)
         survivals: dict[str, list[float]] = {}
-        if self.drafter is not None and wants_drafts:
-            alive = [place for place, chunk in enumerate(chunks) if not found[chunk.request_id].is_bad]
+        if drafter is not None:
             with timer.phase("draft"):
+                alive = [place for place, chunk in enumerate(sampling.chunks) if not found[chunk.request_id].is_bad]
                 if following is not None:
-                    drafts, confidence = following.wait()
-                    survivals = self._propose(
-                        [chunks[place] for place in alive],
-                        [drafts[place] for place in alive],
-                        [confidence[place] for place in alive],
-                    )
+                    drafts, confidence = (each.numpy()[alive] for each in following.wait())
                 else:
-                    tokens = [found[chunks[place].request_id].token_ids for place in alive]
-                    survivals = self._draft(
-                        [chunks[place] for place in alive], [owners[place] for place in alive], tokens
-                    )
-        self._jump_ahead(chunks, owners, found)
+                    drafts, confidence = self._draft(drafter, sampling, alive, found)
+                chunks = [sampling.chunks[place] for place in alive]
+                self.slots.propose([chunk.state_slot for chunk in chunks], drafts, confidence)
+                survivals = _survivals(chunks, confidence)
+        self._jump_ahead(sampling, found)
         sample_ms, draft_ms = timer.milliseconds("sample") - begin[0], timer.milliseconds("draft") - begin[1]
-        return StepTokens(found, verified.rows, survivals, sample_ms, draft_ms)
+        times = StepTimes(step.forward_ms + sample_ms, draft_ms, hides_host=False)
+        return StepTokens(found, verified.rows, survivals, times)
 
-    def can_chain(self, chunks: Sequence[Chunk], states: Sequence[RowOwner | None]) -> bool:
-        """Whether a step may be sampled before the tokens of the step before it have been read.
-
-        Its rows have to be known without them (no drafts), and so does everything that its sampler needs: parameters
-        that look at the output so far (penalties, grammars) do not qualify.
-        """
-        if self.runner.device_tokens is None or self.drafter is not None:
-            return False
-        if any(not chunk.is_prefill and self.slots.drafts_for(chunk) for chunk in chunks):
-            return False
-        return all(owner is None or (owner.grammar is None and owner.sampling.ignores_output) for owner in states)
-
-    @torch.inference_mode()
-    def sample_unread(self, step: Launched, states: Sequence[RowOwner | None]) -> UnreadTokens | None:
-        """Launch the sampler of a chained step. The next step may be launched at once; :meth:`read` waits.
-
-        Args:
-            states: as for :meth:`sample`. Sequences of the step before it may turn out to have ended there: what their
-                rows give is dropped by whoever commits.
-        Returns:
-            None if nothing is sampled.
-        """
-        chunks, owners, rows = self._sampled_rows(step, states)
-        if not chunks:
-            return None
-        tokens = self.runner.device_tokens
-        assert tokens is not None
-        with self.runner.timer.phase("sample"):
-            verified = self._verify(step, chunks, owners, rows)
-            slots = to_device(np.array([chunk.state_slot for chunk in chunks], dtype=np.int64), rows.device)
-            ngrams = None if step.result.ngram_ids is None else step.result.ngram_ids[rows]
-            tokens.advance(slots, verified.token_ids[:, 0].clamp_min(0), ngrams)
-            generations = tuple(self.slots.advance_unread(chunk) for chunk in chunks)
-            unread = UnreadStep.of(verified)
-        return UnreadTokens(tuple(chunks), generations, unread)
-
-    def read(self, unread: UnreadTokens | None) -> StepTokens:
-        """Wait for the tokens of a chained step."""
-        if unread is None:
-            return StepTokens({}, None, {})
-        with self.runner.timer.phase("sample"):
-            verified = unread.step.wait()
-            found = {}
-            tokens, bad = verified.token_ids[:, 0].tolist(), verified.is_bad.tolist()
-            places = zip(unread.chunks, unread.generations, tokens, bad, strict=True)
-            for row, (chunk, generation, token, is_bad) in enumerate(places):
-                found[chunk.request_id] = SequenceTokens([] if is_bad else [token], row, 0, [], is_bad)
-                self.slots.read(chunk, generation, max(token, 0))
-        return StepTokens(found, verified.rows, {})
-
-    def _sampled_rows(
-        self, step: Launched, states: Sequence[RowOwner | None]
-    ) -> tuple[list[Chunk], list[RowOwner], Tensor]:
-        """Chunks that sample and are alive, their owners, and the rows of the step that they sample."""
-        chunks: list[Chunk] = []
-        owners: list[RowOwner] = []
-        places: list[int] = []
-        end = 0
-        sampling = [chunk for chunk in step.plan.chunks if chunk.num_sampled]
-        for chunk, owner in zip(sampling, states, strict=True):
-            begin, end = end, end + chunk.num_sampled
-            if owner is not None:
-                chunks.append(chunk)
-                owners.append(owner)
-                places += range(begin, end)
-        rows = step.result.sample_rows
-        return (
-            chunks,
-            owners,
-            rows if len(places) == end else rows[to_device(np.asarray(places, dtype=np.int64), rows.device)],
-        )
-
-    def _verify(self, step: Launched, chunks: list[Chunk], owners: list[RowOwner], rows: Tensor) -> Verified:
-        states, positions, pending = [], [], []
-        for chunk, owner in zip(chunks, owners, strict=True):
-            first = chunk.end - chunk.num_sampled  # position of the first sampled row
-            drafts = chunk.token_ids[chunk.num_rows - chunk.num_sampled + 1 :]
-            for offset in range(chunk.num_sampled):
-                states.append(owner.sampling)
-                positions.append(first + offset + 1)
-                pending.append(drafts[:offset])
-        uses_pending = any(owner.sampling.params.uses_penalties for owner in owners)
-        batch = self._batches.build(states, positions, pending if uses_pending else None)
-        masks = self._masks.compute(_mask_rows(chunks, owners))
-        if masks is not None:
-            batch = batch.with_grammar(masks)
-        device = step.result.trunk.device
-        logits = step.result.row_logits(rows)
-        counts = to_device(np.array([chunk.num_sampled for chunk in chunks], dtype=np.int64), device)
-        return self._verifier.verify(logits, batch, self._drafts_of(chunks, device), counts)
-
-    def _drafts_of(self, chunks: list[Chunk], device: torch.device) -> Drafts:
-        """The drafts that the rows of ``chunks`` verify, with their distributions where the verifier needs them."""
-        ids = np.full((len(chunks), self.slots.drafts.shape[1]), NO_DRAFT, np.int64)
-        for place, chunk in enumerate(chunks):
-            if not chunk.is_prefill:
-                ids[place, : chunk.num_rows - 1] = chunk.token_ids[1:]
-        distributions = None
-        if self._verifier.needs_distributions and self.drafter is not None:
-            distributions = self.drafter.stored_distributions([chunk.state_slot for chunk in chunks])
-        return Drafts(to_device(ids, device), distributions)
-
-    def _take_in(self, chunks: list[Chunk], verified: Verified) -> dict[str, SequenceTokens]:
+    def _take_in(self, chunks: Sequence[Chunk], verified: Verified) -> dict[str, SequenceTokens]:
         """Host view of a verified step; the slots advance."""
-        found = {}
-        first_rows, bad = verified.first_row.tolist(), verified.is_bad.tolist()
-        tokens, accepted = verified.token_ids.tolist(), verified.num_accepted.tolist()
-        for place, chunk in enumerate(chunks):
-            emitted = tokens[place][: accepted[place] + 1]
-            num_drafts = 0 if chunk.is_prefill else chunk.num_sampled - 1
-            found[chunk.request_id] = SequenceTokens(
-                emitted[:-1] if bad[place] else emitted,  # accepted drafts are good, so only the last can be bad
-                first_rows[place],
-                num_drafts,
-                self.slots.confidence[chunk.state_slot].tolist(),
-                bad[place],
-            )
+        found = _sequence_tokens(chunks, verified, self.slots.confidence)
+        for chunk in chunks:
+            tokens = found[chunk.request_id]
             # A sequence with a bad row ends at the commit. A step that was planned ahead may still run rows of it:
             # they get a token that the model knows, and what they give is dropped.
-            self.slots.advance(chunk, [*emitted[:-1], 0] if bad[place] else emitted)
+            self.slots.advance(chunk, [*tokens.token_ids, 0] if tokens.is_bad else tokens.token_ids)
         return found
 
-    def _jump_ahead(self, chunks: list[Chunk], owners: list[RowOwner], found: dict[str, SequenceTokens]) -> None:
+    def _draft(
+        self, drafter: Drafter, sampling: Sampling, alive: Sequence[int], found: dict[str, SequenceTokens]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draft behind tokens that the host has. Returns ids and confidence, both ``[alive, num_drafts]``."""
+        if not alive:
+            none = np.empty((0, drafter.num_drafts))
+            return none, none
+        chunks = [sampling.chunks[place] for place in alive]
+        owners = [sampling.owners[place] for place in alive]
+        where = [chunk.state_slot for chunk in chunks]
+        proposed, confidence = drafter.propose(
+            [owner.sampling for owner in owners],
+            [owner.grammar for owner in owners],
+            where,
+            (self.slots.next_position[where] - 1).tolist(),
+            [found[chunk.request_id].token_ids for chunk in chunks],
+        )
+        return proposed.cpu().numpy(), confidence.cpu().numpy()
+
+    def _jump_ahead(self, sampling: Sampling, found: dict[str, SequenceTokens]) -> None:
         """Where a grammar allows one token only, take it as a draft that is sure to stand, drafted or not.
 
         A draft model under the grammar's masks proposes the same tokens; without one they cost no sampling at all.
         """
         most = self.slots.drafts.shape[1]
-        for chunk, owner in zip(chunks, owners, strict=True):
+        for chunk, owner in zip(sampling.chunks, sampling.owners, strict=True):
             tokens = found[chunk.request_id]
             if owner.grammar is None or tokens.is_bad or not most:
                 continue
@@ -324,53 +182,121 @@ class Worker:
             owner.grammar.rollback(len(taken))
             self.slots.force(chunk.state_slot, forced)
 
-    def _draft(self, chunks: list[Chunk], owners: list[RowOwner], tokens: list[list[int]]) -> dict[str, list[float]]:
-        """Propose drafts behind the newest tokens. Returns survivals by sequence."""
-        assert self.drafter is not None
-        if not chunks:
-            return {}
-        where = [chunk.state_slot for chunk in chunks]
-        anchors = (self.slots.next_position[where] - 1).tolist()
-        grammars = [owner.grammar for owner in owners]
-        sampling = [owner.sampling for owner in owners]
-        proposed, confidence = self.drafter.propose(sampling, grammars, where, anchors, tokens)
-        return self._propose(chunks, proposed.tolist(), confidence.tolist())
+    # ---- a chained step --------------------------------------------------------------------------------------------
 
-    def _can_follow(self, owners: list[RowOwner]) -> bool:
-        assert self.drafter is not None
-        return self.drafter.can_follow([owner.sampling for owner in owners], [owner.grammar for owner in owners])
+    def can_chain(
+        self, chunks: Sequence[Chunk], states: Sequence[RowOwner | None], verify_rows: int | None = None
+    ) -> bool:
+        """Whether a step may be sampled before the results of the step before it have been read.
 
-    def _follow(self, chunks: list[Chunk], owners: list[RowOwner], verified: Verified) -> UnreadDrafts:
-        """Launch the draft right behind the verification, whose result the host has not seen."""
-        assert self.drafter is not None
-        return self.drafter.follow(
-            [owner.sampling for owner in owners],
-            [chunk.state_slot for chunk in chunks],
-            [chunk.end - chunk.num_sampled for chunk in chunks],
-            verified,
+        Its number of rows has to be known without them (every draft is verified), and so does everything that sampler
+        and draft need: parameters that look at the output so far (penalties, grammars) do not qualify, nor do forced
+        tokens where the host does not know positions, nor the stored distributions of the rejection verifier.
+
+        Args:
+            states: owners of the chunks that sample. verify_rows: as for :meth:`launch`.
+        """
+        if self.runner.device_tokens is None:
+            return False
+        owners = [owner for owner in states if owner is not None]
+        if any(owner.grammar is not None or not owner.sampling.ignores_output for owner in owners):
+            return False
+        if self.drafter is None:
+            return True
+        if self._verifier.needs_distributions or any(owner.sampling.params.golden_token_ids for owner in owners):
+            return False
+        if verify_rows is not None:
+            decoding = [chunk for chunk in chunks if not chunk.is_prefill]
+            if verify_rows < len(decoding) + sum(self.slots.drafts_for(decoding)):
+                return False  # which drafts are verified depends on their confidence
+        return _can_follow(self.drafter, owners)
+
+    @torch.inference_mode()
+    def sample_unread(
+        self, step: Launched, states: Sequence[RowOwner | None], wants_drafts: bool = True
+    ) -> UnreadTokens | None:
+        """Launch sampler and draft of a chained step. The next step may be launched at once; :meth:`read` waits.
+
+        Args:
+            states, wants_drafts: as for :meth:`sample`. Sequences of the step before it may turn out to have ended
+                there: what their rows give is dropped by whoever commits.
+        Returns:
+            None if nothing is sampled.
+        """
+        after, self._end = self._end, None
+        sampling, tokens = Sampling.of(step, states), self.runner.device_tokens
+        if sampling is None:
+            return None
+        assert tokens is not None
+        drafter, drafts = self.drafter if wants_drafts else None, None
+        timer = self.runner.timer
+        begin = timer.milliseconds("sample"), timer.milliseconds("draft")
+        with timer.phase("sample"):
+            slots = to_device(np.array(sampling.slots, dtype=np.int64), sampling.rows.device)
+            sampled = self._verifier.sampled_rows(sampling, tokens)
+            verified = self._verifier.verify(sampling, sampled)
+            tokens.advance(slots, verified, sampled.firsts, sampling.rows, step.result.ngram_ids)
+            unread = UnreadStep.of(verified)
+        if drafter is not None:
+            with timer.phase("draft"):
+                following = _follow(drafter, sampling, verified, sampled)
+                tokens.propose(slots, following.token_ids)
+                drafts = UnreadDrafts.of(*following)
+        generations = self.slots.advance_unread(sampling.chunks, 0 if drafter is None else drafter.num_drafts)
+        launched = timer.milliseconds("sample") - begin[0], timer.milliseconds("draft") - begin[1]
+        found = UnreadTokens(
+            sampling.chunks, generations, unread, drafts, after, step.forward_ms + launched[0], launched[1]
         )
+        self._end = found.end
+        return found
 
-    def _propose(
-        self, chunks: list[Chunk], drafts: list[list[int]], confidence: list[list[float]]
-    ) -> dict[str, list[float]]:
-        """Record the drafts of these sequences. Returns survivals by sequence."""
-        survivals = {}
-        for chunk, ids, rates in zip(chunks, drafts, confidence, strict=True):
-            self.slots.propose(chunk.state_slot, ids, rates)
-            rates_so_far, survival = 1.0, []
-            for rate in rates:
-                rates_so_far *= rate
-                survival.append(rates_so_far)
-            survivals[chunk.request_id] = survival
-        return survivals
+    def read(self, unread: UnreadTokens | None) -> StepTokens:
+        """Wait for the results of a chained step."""
+        if unread is None:
+            return StepTokens({}, None, {})
+        chunks, survivals = unread.chunks, dict[str, list[float]]()
+        slots = [chunk.state_slot for chunk in chunks]
+        with self.runner.timer.phase("sample"):
+            verified = unread.step.wait()
+            found = _sequence_tokens(chunks, verified, self.slots.confidence)
+            emitted, bad = verified.token_ids.numpy().clip(0), verified.is_bad.numpy()
+            is_own = self.slots.read(slots, unread.generations, emitted, verified.num_accepted.numpy())
+        if unread.drafts is not None:
+            with self.runner.timer.phase("draft"):
+                drafts, confidence = (each.numpy() for each in unread.drafts.wait())
+                self.slots.read_drafts(slots, is_own, ~bad, drafts, confidence)
+                alive = np.flatnonzero(~bad)
+                survivals = _survivals([chunks[place] for place in alive], confidence[alive])
+        return StepTokens(found, verified.rows, survivals, unread.times())
 
 
-def _mask_rows(chunks: Sequence[Chunk], owners: Sequence[RowOwner]) -> list[MaskRows]:
-    """The sampled rows that a grammar constrains, numbered as they are sampled."""
-    found, row = [], 0
-    for chunk, owner in zip(chunks, owners, strict=True):
-        if owner.grammar is not None:
-            drafts = chunk.token_ids[chunk.num_rows - chunk.num_sampled + 1 :]
-            found.append(MaskRows(owner.grammar, row, drafts))
-        row += chunk.num_sampled
+def _can_follow(drafter: Drafter, owners: Sequence[RowOwner]) -> bool:
+    return drafter.can_follow([owner.sampling for owner in owners], [owner.grammar for owner in owners])
+
+
+def _follow(
+    drafter: Drafter, sampling: Sampling, verified: Verified, sampled: SampledRows | None = None
+) -> FollowingDrafts:
+    """Launch the draft right behind the verification, whose result the host has not seen."""
+    owners = [owner.sampling for owner in sampling.owners]
+    return drafter.follow(owners, sampling.slots, sampling.firsts, verified, sampled)
+
+
+def _sequence_tokens(chunks: Sequence[Chunk], verified: Verified, confidence: np.ndarray) -> dict[str, SequenceTokens]:
+    """What each chunk got. ``verified`` is on the host, ``confidence`` by slot of the drafts that it verified."""
+    rates = confidence[[chunk.state_slot for chunk in chunks]].tolist()
+    first_rows, bad = verified.first_row.tolist(), verified.is_bad.tolist()
+    tokens, accepted = verified.token_ids.tolist(), verified.num_accepted.tolist()
+    found = {}
+    for place, chunk in enumerate(chunks):
+        # Accepted drafts are good, so only the last token can be bad.
+        emitted = tokens[place][: accepted[place] + (not bad[place])]
+        num_drafts = 0 if chunk.is_prefill else chunk.num_sampled - 1
+        found[chunk.request_id] = SequenceTokens(emitted, first_rows[place], num_drafts, rates[place], bad[place])
     return found
+
+
+def _survivals(chunks: Sequence[Chunk], confidence: np.ndarray) -> dict[str, list[float]]:
+    """Probability that each draft and all before it are accepted, by sequence."""
+    survivals = confidence.astype(np.float64).cumprod(axis=1).tolist()
+    return {chunk.request_id: values for chunk, values in zip(chunks, survivals, strict=True)}

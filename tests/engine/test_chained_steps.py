@@ -1,25 +1,19 @@
 """Steps that are sampled before the step before them has been read give the same outputs.
 
-An accelerator runs them from tokens that only its memory holds. Here the same path runs on a CPU: the runner takes
-unknown tokens out of the device's table just before the forward.
+An accelerator runs them from tokens that only its memory holds. Here the same path runs on a CPU, see
+:mod:`tests.engine.chained`; steps with drafts are in ``test_chained_drafts.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from deepinfer.engine.engine import Engine
-from deepinfer.messages import PLACEHOLDER_TOKEN, Chunk, StepPlan
 from deepinfer.sampling.params import SamplingParams
-from deepinfer.worker.device_step import device_ngram_ids, token_ids
-from deepinfer.worker.device_tokens import DeviceTokens
-from deepinfer.worker.model_runner import StepResult
-from deepinfer.worker.ragged_rows import RaggedRows
+from tests.engine.chained import Chain
 from tests.engine.requests import Case, mixed_cases, random_cases, run_crowd
 from tests.engine.support import make_checkpoint, make_engine, random_ids
 
@@ -29,42 +23,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def chain(engine: Engine) -> Engine:
-    """Let an engine on the CPU chain its steps; ``engine.num_chained`` counts rows with tokens unknown to the host."""
-    runner, size = engine.runner, engine.model_config.text.engram_max_ngram_size
-    tokens = DeviceTokens(runner.caches.geometry.num_slots, size, runner.device)
-    runner.device_tokens = tokens
-    run = runner.run
-    engine.num_chained = 0  # type: ignore[attr-defined]
-
-    def fill_in(chunk: Chunk) -> Chunk:
-        if chunk.token_ids != (PLACEHOLDER_TOKEN,):
-            return chunk
-        engine.num_chained += 1  # type: ignore[attr-defined]
-        known = [token for token in tokens.ngrams[chunk.state_slot].tolist() if token >= 0]
-        assert known[0] == int(tokens.newest[chunk.state_slot])
-        return replace(chunk, token_ids=(known[0],), history=tuple(reversed(known[1:])))
-
-    def run_filled(plan: StepPlan, trace: Any = None) -> StepResult:
-        rows = RaggedRows.of_chunks(plan.chunks)
-        host = device_ngram_ids(plan.chunks, rows, token_ids(plan.chunks, rows.total), size)
-        slots = torch.from_numpy(rows.slots[rows.sequence])
-        ngrams = tokens.fill_ngrams(torch.from_numpy(host), slots)
-        result = run(replace(plan, chunks=tuple(map(fill_in, plan.chunks))), trace)
-        return replace(result, ngram_ids=ngrams)
-
-    runner.run = run_filled  # type: ignore[method-assign]
-    return engine
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_same_outputs_in_a_crowd(path: Path, seed: int) -> None:
     """Penalties and grammars among the requests break the chain again and again."""
     cases = mixed_cases(20, seed)
     expected = run_crowd(make_engine(path, num_speculative_tokens=0, async_scheduling=False), cases, seed=seed)
-    engine = chain(make_engine(path, num_speculative_tokens=0))
+    engine = make_engine(path, num_speculative_tokens=0)
+    chain = Chain(engine)
     assert run_crowd(engine, cases, seed=seed + 7) == expected
-    assert engine.num_chained > 0  # type: ignore[attr-defined]
+    assert chain.num_open > 0
 
 
 def test_simple_requests_chain_all_the_way(path: Path) -> None:
@@ -73,16 +40,19 @@ def test_simple_requests_chain_all_the_way(path: Path) -> None:
         for number in range(6)
     ]
     expected = run_crowd(make_engine(path, num_speculative_tokens=0, async_scheduling=False), cases, seed=0)
-    engine = chain(make_engine(path, num_speculative_tokens=0))
+    engine = make_engine(path, num_speculative_tokens=0)
+    chain = Chain(engine)
     assert run_crowd(engine, cases, seed=0) == expected
     tokens = sum(len(output[0]) for output in expected)
-    assert engine.num_chained >= tokens - 3 * len(cases)  # type: ignore[attr-defined]
+    assert chain.num_open >= tokens - 3 * len(cases)
+    assert chain.num_wrong_guesses == 0
 
 
 def test_preempted_and_aborted(path: Path) -> None:
     cases = random_cases(12, seed=4)
     expected = run_crowd(make_engine(path, num_speculative_tokens=0, async_scheduling=False), cases, seed=1)
-    engine = chain(make_engine(path, num_speculative_tokens=0, num_blocks=4))
+    engine = make_engine(path, num_speculative_tokens=0, num_blocks=4)
+    Chain(engine)
     doomed = engine.add_request(random_ids(30), SamplingParams(max_tokens=50, ignore_eos=True))
     for _ in range(4):
         engine.step()
@@ -125,7 +95,8 @@ def test_interrupted_while_tokens_are_awaited(path: Path, where: str, call: int)
     prompts = [random_ids(6 + number, seed=number) for number in range(3)]
     plain = make_engine(path, num_speculative_tokens=0, async_scheduling=False)
     expected = _finish(plain, [plain.add_request(prompt, params) for prompt in prompts])
-    engine = chain(make_engine(path, num_speculative_tokens=0))
+    engine = make_engine(path, num_speculative_tokens=0)
+    Chain(engine)
     doomed = [engine.add_request(prompt, params) for prompt in prompts]
     setattr(engine.worker, where, _once(getattr(engine.worker, where), KeyboardInterrupt(), call))
     with pytest.raises(KeyboardInterrupt):
@@ -147,7 +118,7 @@ def test_a_failed_step_spares_those_that_start_behind_it(path: Path, chained: bo
     expected = _finish(engine, [good])
     engine = make_engine(path, num_speculative_tokens=0)
     if chained:
-        engine = chain(engine)
+        Chain(engine)
     name = "sample_unread" if where == "sample" and chained else where
     owner = engine.runner if where == "run" else engine.worker
     setattr(owner, name, _once(getattr(owner, name), RuntimeError("no memory"), 1))
@@ -163,7 +134,8 @@ def test_a_scored_prompt_breaks_the_chain_only_while_it_is_computed(path: Path) 
     name = plain.add_request(random_ids(40, seed=5), scored)
     while not plain.is_finished(name):
         plain.run_step()
-    engine = chain(make_engine(path, num_speculative_tokens=0, max_num_batched_tokens=16))
+    engine = make_engine(path, num_speculative_tokens=0, max_num_batched_tokens=16)
+    chain = Chain(engine)
     engine.add_request(random_ids(5), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
     again = engine.add_request(random_ids(40, seed=5), scored)
     while not engine.is_finished(again):
@@ -171,4 +143,4 @@ def test_a_scored_prompt_breaks_the_chain_only_while_it_is_computed(path: Path) 
     (expected,), found = plain.take_changes([name]), engine.take_changes([again])[0]
     assert found.prompt_logprobs == expected.prompt_logprobs
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
-    assert engine.num_chained > 10  # type: ignore[attr-defined]
+    assert chain.num_open > 10

@@ -10,7 +10,7 @@ import torch
 
 from deepinfer.engine.engine import Engine, InFlight
 from deepinfer.ops.index_select import top_entries
-from deepinfer.worker.worker import Launched, StepTokens
+from deepinfer.worker.step_results import Launched, StepTokens
 from tests.engine.no_sync import NoSync
 from tests.engine.requests import random_cases, run_crowd
 from tests.engine.support import make_engine

@@ -15,7 +15,7 @@ from deepinfer.entrypoints.llm import LLM
 from deepinfer.errors import ConfigError
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.speculative.confidence_log import ConfidenceLog
-from deepinfer.worker.worker import SequenceTokens
+from deepinfer.worker.step_results import SequenceTokens
 
 ENGINE = {"max_model_len": 160, "max_num_seqs": 8, "num_threads": 1, "progress": False, "num_speculative_tokens": 3}
 

@@ -11,7 +11,7 @@ from typing import Any
 from deepinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from deepinfer.evaluation.tasks import Sample
 from deepinfer.sampling.params import SamplingParams
-from deepinfer.worker.worker import SequenceTokens
+from deepinfer.worker.step_results import SequenceTokens
 
 BOS, EOS = 0, 1_000_000
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deepinfer.evaluation.draft_metrics import DraftRecorder, DraftStep, summarize
-from deepinfer.worker.worker import SequenceTokens
+from deepinfer.worker.step_results import SequenceTokens
 from tests.evaluation.scripted import EOS, ScriptedWorker
 
 

@@ -181,8 +181,8 @@ def drafts_of(engine: Engine, requests: int, monkeypatch: pytest.MonkeyPatch) ->
     step, found = engine.worker.drafter.step, []  # type: ignore[union-attr]
     draft = step.draft
 
-    def noted(table: np.ndarray, verified: Any, choose: Any = None) -> Any:
-        outputs = draft(table, verified, choose)
+    def noted(table: np.ndarray, verified: Any, choose: Any = None, firsts: Any = None) -> Any:
+        outputs = draft(table, verified, choose, firsts)
         rings = [layer.window.data.clone() for layer in engine.runner.caches.draft]
         launched = None
         if choose is None:  # the inputs are still filled in: the same function, launch by launch
@@ -212,6 +212,21 @@ def test_graph_equals_launches_for_the_draft(path: Path, monkeypatch: pytest.Mon
         for one, other in zip(outputs, launched, strict=True):
             assert torch.equal(one, other[: table.shape[1]])
             assert one.isfinite().all()
+
+
+def test_chained_steps_with_drafts_are_those_that_wait(path: Path) -> None:
+    """The same outputs to the last log-probability, and most steps are launched before the one before is read."""
+    cases = random_cases(14, seed=8)
+    expected = run_crowd(speculating(path, batch_invariant=True, async_scheduling=False), cases, seed=1)
+    engine = speculating(path, batch_invariant=True)
+    assert run_crowd(engine, cases, seed=3) == expected
+    waits, sample = [], engine.worker.sample
+    engine.worker.sample = lambda *arguments: waits.append(0) or sample(*arguments)  # type: ignore[method-assign, func-returns-value]
+    free = [case for case in cases if not case.params.uses_penalties and not case.params.golden_token_ids]
+    wanted = [output for case, output in zip(cases, expected, strict=True) if case in free]
+    assert len(free) > 4
+    assert run_crowd(engine, free, seed=4) == wanted
+    assert not waits
 
 
 def test_following_drafts_are_those_behind_the_host(path: Path) -> None:

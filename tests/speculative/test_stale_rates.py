@@ -53,17 +53,29 @@ def test_lengths_are_padded_and_cut():
     assert rates.for_budget("a", 0) == ()
 
 
+def test_a_chained_step_is_launched_before_the_one_before_it_is_committed():
+    rates = StaleRates()
+    for generation in range(3):
+        rates.schedule("a")
+        if generation:
+            rates.process("a", [generation / 10])
+        assert rates.for_budget("a", 1) == ((generation / 10 if generation else 1.0),)
+    rates.check()
+
+
 def test_forgotten_requests_begin_again():
     rates = StaleRates()
     rates.schedule("a")
     rates.forget("a")
+    rates.process("a", [0.5])
     rates.forget("never seen")
     assert len(rates) == 0
     assert rates.for_budget("a", 1) == (0.0,)
 
 
-def test_only_one_step_may_be_on_its_way():
+def test_only_two_steps_may_be_on_their_way():
     rates = StaleRates()
     rates.schedule("a")
-    with pytest.raises(AssertionError, match="2 steps"):
+    rates.schedule("a")
+    with pytest.raises(AssertionError, match="3 steps"):
         rates.schedule("a")

@@ -74,9 +74,9 @@ class Ways:
         self.behind_host = self.launched = 0
         propose, behind_host, run = engine.worker.slots.propose, drafter.propose, drafter.step.run
 
-        def noted(slot: int, drafts: list[int], confidence: list[float]) -> None:
-            self.proposed.append((slot, drafts, confidence))
-            propose(slot, drafts, confidence)
+        def noted(slots: list[int], drafts: Any, confidence: Any) -> None:
+            self.proposed += zip(slots, drafts.tolist(), confidence.tolist(), strict=True)
+            propose(slots, drafts, confidence)
 
         def counted(*arguments: Any) -> Any:
             self.behind_host += 1
@@ -205,7 +205,7 @@ class Blocks:
             [self.LENGTHS[place] - 1 - count for place, count in zip(places, accepted, strict=True)],
             verified_of(tokens, accepted, [place in bad for place in places]),
         )
-        return list(zip(*found.wait(), strict=True))
+        return list(zip(found.token_ids.tolist(), found.confidence.tolist(), strict=True))
 
     def propose(self, places: list[int]) -> list[tuple[list[int], list[float]]]:
         """The same through the present path."""

@@ -15,17 +15,17 @@ class FusedStep:
 
     rows: DeviceRows
     ids: Tensor
-    """``[rows]`` int32 token ids; -1 is the row's of ``newest_tokens``."""
+    """``[rows]`` int32 token ids."""
     ngram_ids: Tensor | None = None
     """``[rows, n]`` int32, newest first, -1 is a barrier; None in models without n-gram memory."""
+    table: Tensor | None = None
+    """``[len(Column), rows]`` int32: what the rows were made from; None for those of a draft."""
     selections: dict[int, Tensor] = field(default_factory=dict)
     """By selection source: ``[rows, k]`` int32 physical entry slots, -1 = none."""
     candidate_blocks: Tensor | None = None
     """``[rows, blocks]`` int32 logical candidate blocks, -1 = none."""
     features: list[Tensor] | None = None
     """``[rows, hidden]`` bf16 per target layer, collected when there is a draft."""
-    newest_tokens: tuple[Tensor, Tensor] | None = None
-    """Newest token of each state slot, ``[slots]`` int32, and each row's slot, ``[rows]`` int32. None: no id is -1."""
     cut: FusedCut | None = None
     """Set when the decoder layers run on fewer rows or see other windows."""
 
