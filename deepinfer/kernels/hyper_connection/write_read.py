@@ -3,10 +3,10 @@
 Between sublayers two launches run: :func:`hc_write_read` writes the last sublayer's output into the streams, reads the
 next input and takes partial sums; :func:`hc_finish` makes the normed input and the next mixes of them.
 
-On Hopper both are CUDA C++ (:mod:`.launches_cuda`), else Triton. One launch was measured twice on an H200: programs that
-met through global memory took 1 us longer than two launches; clusters of 16 CTAs, whose columns met through distributed
-shared memory, took as long for 1 row (5.1 to 6.7 against 5.4 us) and longer for more (10.3 against 8.0 for 64, 27 against
-18 for 256).
+On Hopper both are CUDA C++ (:mod:`.launches_cuda`), else Triton. One launch was measured twice on an H200: programs
+that met through global memory took 1 us longer than two launches; clusters of 16 CTAs, whose columns met through
+distributed shared memory, took as long for 1 row (5.1 to 6.7 against 5.4 us) and longer for more (10.3 against 8.0 for
+64, 27 against 18 for 256).
 
 Batch invariance: a row's bits never depend on other rows or their number.
 """
