@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -65,15 +67,15 @@ def test_logits_have_the_same_bits(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_drafts_have_the_same_bits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def proposed() -> list[tuple[list[int], list[float]]]:
+    def proposed() -> list[tuple[list[list[int]], list[list[float]]]]:
         engine = drafting_engine(path, 2)
         fused_drafter(engine, path)
-        found: list[tuple[list[int], list[float]]] = []
+        found: list[tuple[list[list[int]], list[list[float]]]] = []
         propose = engine.worker.slots.propose
 
-        def noted(slot: int, drafts: list[int], confidence: list[float]) -> None:
-            found.append((drafts, confidence))
-            propose(slot, drafts, confidence)
+        def noted(slots: Sequence[int], drafts: np.ndarray, confidence: np.ndarray) -> None:
+            found.append((drafts.tolist(), confidence.tolist()))
+            propose(slots, drafts, confidence)
 
         engine.worker.slots.propose = noted  # type: ignore[method-assign]
         engine.add_request(random_ids(9), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
