@@ -1,4 +1,4 @@
-"""A step that drops prompt rows at the decoder, with a chunk in it of which the host does not know where it starts."""
+"""What the indexer is told of a step's chunks: how long they are, and room for every entry that a row may see."""
 
 from __future__ import annotations
 
@@ -58,3 +58,24 @@ def test_no_row_sees_more_entries_than_the_indexer_has_room_for(tmp_path: Path) 
         view = _view(rows, stream)
         seen = int(stream.num_visible.max())
         assert view.capacity >= seen, f"ratio {ratio}: a row sees {seen} entries, there is room for {view.capacity}"
+
+
+def test_a_prompt_is_scored_as_a_chunk(tmp_path: Path) -> None:
+    """Rows of a long chunk share their keys; row by row the scores of a prompt take several times as long."""
+    from deepinfer.layers.fused.indexer import _view
+
+    path = make_checkpoint(tmp_path / "model")
+    runner = fused_runner(make_engine(path, num_speculative_tokens=0), path)
+    steps: list[Any] = []
+
+    def forward(step: Any, caches: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        steps.append(step)
+        return torch.zeros(step.rows.num_rows, 4, 8), torch.zeros(step.rows.num_rows, 4)
+
+    runner.fused.forward = forward
+    prompt = replace(chunk_of(random_ids(60), 0, 40, (2,), 3, "prompt"), num_sampled=1)
+    runner.run(StepPlan(0, (prompt,)))
+    for ratio, stream in steps[0].rows.streams.items():
+        view = _view(steps[0].rows, stream)
+        assert view.max_chunk_rows == 40
+        assert view.capacity == 40 // ratio
