@@ -56,7 +56,7 @@ class FeedForward:
         )
         # The router was launched since the input was made: this product runs beside it.
         gate_up = self.gate_up.forward(
-            inputs.rounded, dtype=torch.float32, overlap=True, beside=rows > BESIDE_ROWS, invariant=self.invariant
+            inputs.rounded, dtype=torch.float32, overlap=True, beside=True, invariant=self.invariant
         )
         routed = experts.forward(given, routing, gate_up)
         assert routed.shared_inner is not None
