@@ -9,9 +9,9 @@
 // The producer warp streams query tiles, their weights and, where keys change, packed keys through a ring.
 //
 // A unit of work is a query tile times KEYS keys, of those that its last row sees. Rows of one sequence within GROUP
-// rows form a block, unless they score nothing; a tile ends with its block. The units of all blocks are numbered through:
-// by block, keys, tile. They are cut into equal contiguous pieces, about PIECE units long, that are dealt out in turn,
-// so any number of sequences of any length balances and CTAs that run at the same time read the same queries from L2.
+// rows form a block, unless they score nothing; a tile ends with its block. The units of all blocks are numbered, by
+// block, then keys, then tile. They are cut into equal contiguous pieces, about PIECE units long, which are dealt out
+// in turn: sequences of any number and length balance, and CTAs at work read the same queries, from L2.
 //
 // A score is summed by one warp in an order that depends on neither its place in a tile nor the other rows.
 //
@@ -29,8 +29,8 @@ typedef unsigned long long u64;
 #define KEYS (128 * WGS)              // of a unit: two sets of 64 for each warpgroup
 #define CONSUMER_WARPS (4 * WGS)
 #define THREADS (128 * WGS + 128)     // the producer's warpgroup is whole to give up its registers
-#define PRODUCER_REGISTERS 40
-#define CONSUMER_REGISTERS (WGS == 2 ? 232 : 152)  // a launch gets 168 or 128 for every thread
+#define PRODUCER_REGISTERS (WGS == 2 ? 40 : 32)
+#define CONSUMER_REGISTERS (WGS == 2 ? 232 : 160)  // a launch gets 168 or 128 for every thread
 #define BOX_BYTES (N * CHANNELS)      // half of the channels of a tile, 2 bytes each
 #define WEIGHT_BYTES (2 * N)
 #define RUN_BYTES (8 * RECORD)        // 8 keys, which are contiguous
@@ -276,7 +276,8 @@ __device__ __forceinline__ void send(const Arguments& a, const TensorMap* map, R
   }
 }
 
-__device__ __forceinline__ void produce(const Arguments& a, const TensorMap* map, Ring ring, Work* work, const int* ends) {
+__device__ __forceinline__ void produce(const Arguments& a, const TensorMap* map, Ring ring, Work* work,
+                                        const int* ends) {
   const int total = ends[a.rows - 1], lane = threadIdx.x % 32, ctas = gridDim.x;
   const int pieces = ctas * max((total + ctas * PIECE / 2) / (ctas * PIECE), 1), each = total / pieces;
   u32 keys_parity = 0;
@@ -343,8 +344,8 @@ __device__ __forceinline__ void multiply(float (&sums)[N / 2], const u32 (&keys)
 struct __align__(HEADS == 16 ? 8 : 16) Weights { u32 pairs[HEADS / 8]; };
 
 // Sum over heads and write the scores of a warp's 16 keys from `first_key` on.
-__device__ __forceinline__ void finish(const Arguments& a, const float (&sums)[N / 2], const char* weights, const Work& work,
-                                       int first_key) {
+__device__ __forceinline__ void finish(const Arguments& a, const float (&sums)[N / 2], const char* weights,
+                                       const Work& work, int first_key) {
   const int t = threadIdx.x % 4, key = work.first_key + first_key + threadIdx.x % 32 / 4 * 2;
 #pragma unroll
   for (int first_row = 0; first_row < TILE_ROWS; first_row += 4) {

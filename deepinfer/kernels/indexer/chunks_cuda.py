@@ -33,9 +33,9 @@ class Geometry:
     stages: int = 4
     """Query tiles in flight."""
     group_rows: int = 512
-    """Rows that share expanded keys: a multiple of a tile's rows. CTAs that run at the same time share their queries."""
+    """Rows that share expanded keys: a multiple of a tile's rows."""
     piece_units: int = 128
-    """Tiles, times the keys of a CTA, that a CTA takes at a time, about."""
+    """Units of work that a CTA takes at a time, about: query tiles, each times the CTA's keys."""
 
     def shared_bytes(self, rows: int, heads: int) -> int:
         """Dynamic shared memory for ``rows`` rows."""

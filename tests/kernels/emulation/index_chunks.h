@@ -76,7 +76,8 @@ static void multiply(const Multiply& m) {  // a warp's part of wgmma.m64nNk16: A
   for (int i = 0; i < N / 2; ++i) {
     const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     float sum = m.adds ? m.d[i] : 0;
-    for (int k = 0; k < 16; ++k) sum += rows[i / 2 % 2][k] * bf16(*(const u16*)at(swizzled(start + column * 128 + k * 2)));
+    for (int k = 0; k < 16; ++k)
+      sum += rows[i / 2 % 2][k] * bf16(*(const u16*)at(swizzled(start + column * 128 + k * 2)));
     m.d[i] = sum;
   }
   __syncwarp();

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.indexer import chunks_cuda, scores_cuda, selection
+from deepinfer.kernels.indexer import chunks_cuda, selection
 from deepinfer.kernels.indexer.chunks_cuda import Geometry
-from deepinfer.kernels.indexer.selection import IndexView, index_full
+from deepinfer.kernels.indexer.selection import index_full
 from tests.kernels.dense.test_linear import compiler_is_here
 from tests.kernels.emulation import compile_for_cpu
 from tests.kernels.indexer.test_indexer import Case, expected_full, make_case, padded, reference_keys
@@ -119,7 +119,7 @@ def test_scores_have_the_bits_of_exact_sums(chunks, min_scored, device):
         (16, Geometry(64, 2, 3, 8, 5)),
         (64, Geometry(128, 2, 2, 6, 2)),
         (32, Geometry(96, 2, 2, 12, 100)),
-        (32, Geometry(64, 2, 4, 64, 1)),
+        (32, Geometry(64, 3, 4, 64, 1)),
         (32, None),
     ],
 )
