@@ -136,7 +136,7 @@ struct Arguments {
 struct __align__(16) Work {  // a unit, as the consumers need it
   int row, first_key;
   int count;                 // units with these keys, this the first of them; 0: no more
-  int unused;
+  int most;                  // entries that its last row sees
   int limits[TILE_ROWS];     // entries that each row sees; 0 outside of the block
 };
 static_assert(sizeof(Work) == WORK_BYTES, "room");
@@ -266,6 +266,7 @@ __device__ __forceinline__ void send(const Arguments& a, const TensorMap* map, R
     __syncwarp();
     if (lane == 0) {
       unit.row = row, unit.first_key = first_key, unit.count = segment.count - i;
+      unit.most = a.visible[min(row + TILE_ROWS, block.end) - 1];
       barrier_expect(ring.full(), 2 * BOX_BYTES + (i == 0 ? runs * RUN_BYTES : 0));
       copy_box(ring.queries(), map, 0, row * HEADS, ring.full());
       copy_box(ring.queries() + BOX_BYTES, map, 64, row * HEADS, ring.full());
@@ -387,13 +388,21 @@ __device__ __forceinline__ void consume(const Arguments& a, char* shared, Ring r
   const char* weights = shared + WEIGHTS_OFFSET;
   while (true) {
     wait_for_phase(ring.full(), ring.parity);
-    const int count = __shfl_sync(~0u, work[ring.stage].count, 0);
+    int count = __shfl_sync(~0u, work[ring.stage].count, 0);
     if (count == 0) break;
     u32 keys[2][32];
     load_keys(keys[0], shared + KEYS_OFFSET + set * RECORD);
     load_keys(keys[1], shared + KEYS_OFFSET + (set + 64) * RECORD);
     __syncwarp();
     if (lane == 0) barrier_arrive(ring.keys_free());
+    // The first rows of a prompt's diagonal may see none of this warpgroup's keys.
+    while (__shfl_sync(~0u, work[ring.stage].most - work[ring.stage].first_key, 0) <= warp / 4 * 128) {
+      if (lane == 0) barrier_arrive(ring.empty());
+      ring.next();
+      if (--count == 0) break;
+      wait_for_phase(ring.full(), ring.parity);
+    }
+    if (count == 0) continue;
     float sums[2][N / 2];
     multiply(sums[0], keys[0], ring.queries());
     multiply(sums[1], keys[1], ring.queries());

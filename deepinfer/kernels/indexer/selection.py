@@ -30,7 +30,7 @@ class IndexView:
     """One stream's entries as the rows of a step see them.
 
     Fields: ``block_table`` ``[sequences, blocks]``, ``row_sequence`` and ``num_visible`` ``[rows]``, all int32 on the
-    device. Padding rows see nothing. Rows of a sequence are contiguous.
+    device. Padding rows see nothing. Rows of a sequence are contiguous, in the order of their positions.
     """
 
     block_table: Tensor

@@ -98,7 +98,8 @@ def rows_of(case: Case, part: slice) -> Case:
 # (rows, visible entries of the last row) of each sequence
 CHUNKS = {
     "one": [(41, 700)],  # crosses the keys of a CTA, and groups
-    "prompt": [(50, 50), (1, 300), (23, 23)],  # rows that see nothing but themselves
+    "prompt": [(50, 50), (1, 300), (23, 23)],  # rows that see little, so that a warpgroup has nothing to do
+    "diagonal": [(30, 135), (22, 393)],  # the same for the first rows with some keys
     "verify": [(6, 260), (6, 5), (3, 513), (1, 256), (6, 257), (2, 1)],
 }
 
