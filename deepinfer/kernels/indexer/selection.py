@@ -3,7 +3,7 @@
 The references are ``index_full`` and ``index_candidates`` of :mod:`deepinfer.ops.index_select`. Scores exist only for a
 slab of rows at a time: 2 bytes per row and entry of the capacity, within a budget.
 
-On Hopper and the released widths, decoding scores and every selection run in CUDA C++; else everything runs in Triton.
+On Hopper and the released widths, scores and selections run in CUDA C++; else everything runs in Triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deepinfer.kernels.indexer import scores_cuda, topk_cuda
+from deepinfer.kernels.indexer import chunks_cuda, scores_cuda, topk_cuda
 from deepinfer.kernels.indexer.scores import score_chunks, score_rows
 from deepinfer.kernels.indexer.topk import select_blocks, select_entries
 
@@ -30,7 +30,7 @@ class IndexView:
     """One stream's entries as the rows of a step see them.
 
     Fields: ``block_table`` ``[sequences, blocks]``, ``row_sequence`` and ``num_visible`` ``[rows]``, all int32 on the
-    device. Padding rows see nothing. Rows of a sequence are contiguous.
+    device. Padding rows see nothing. Rows of a sequence are contiguous, in the order of their positions.
     """
 
     block_table: Tensor
@@ -99,18 +99,7 @@ def index_full(
         if capacity > count and one_by_one:
             _score_rows(query[part], head_weights[part], index_keys, shown, keys, count)
         elif capacity > count:
-            score_chunks(
-                query[part],
-                head_weights[part],
-                index_keys,
-                shown.block_table,
-                shown.row_sequence,
-                shown.num_visible,
-                keys,
-                count,
-                shown.entries_per_block,
-                shown.max_visible,
-            )
+            _score_chunks(query[part], head_weights[part], index_keys, shown, keys, count)
         _select_entries(keys, shown, slots[part], None if entries is None else entries[part])
         if blocks is not None and candidates is not None:
             _select_blocks(keys, shown.num_visible, candidates[0], blocks[part])
@@ -179,6 +168,27 @@ def _score_rows(
         view.entries_per_block,
         blocks,
         block_size,
+    )
+
+
+def _score_chunks(
+    query: Tensor, head_weights: Tensor, index_keys: Tensor, view: IndexView, order_keys: Tensor, min_scored: int
+) -> None:
+    _, heads, width = query.shape
+    # By the model and the machine alone, so that the rows of all long chunks are summed in one order.
+    is_covered = chunks_cuda.accepts(heads, width, view.entries_per_block, query.device)
+    score = chunks_cuda.score_chunks if is_covered else score_chunks
+    score(
+        query,
+        head_weights,
+        index_keys,
+        view.block_table,
+        view.row_sequence,
+        view.num_visible,
+        order_keys,
+        min_scored,
+        view.entries_per_block,
+        view.max_visible,
     )
 
 
