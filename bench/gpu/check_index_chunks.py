@@ -107,7 +107,7 @@ def same(name: str, step: tuple, expected: Tensor, **options: object) -> None:
 def row_of(step: tuple, row: int) -> tuple:
     query, weights, keys, view, stream = step
     one = slice(row, row + 1)
-    shown = IndexView(view.block_table, view.row_sequence[one], view.num_visible[one], PER_BLOCK, None, 1)
+    shown = IndexView(view.block_table, view.row_sequence[one], view.num_visible[one], PER_BLOCK)
     return query[one], weights[one], keys, shown, stream
 
 
@@ -149,7 +149,7 @@ class Chunk:
             guarded(f"{self.name} {label}", lambda n=label, f=launch: self.time(n, f))
         if triton:
             guarded(f"{self.name} triton", lambda: self.time("triton", partial(self.launch, score_chunks)))
-            view = IndexView(self.table, self.sequence, self.visible, PER_BLOCK, self.context, len(self.query))
+            view = IndexView(self.table, self.sequence, self.visible, PER_BLOCK, self.context, (0, len(self.query)))
             whole = partial(index_full, self.query, self.weights, self.keys, view, TOPK)
             guarded(f"{self.name} index_full", lambda: self.time("index_full (scores, select)", whole))
 

@@ -77,5 +77,5 @@ def test_a_prompt_is_scored_as_a_chunk(tmp_path: Path) -> None:
     runner.run(StepPlan(0, (prompt,)))
     for ratio, stream in steps[0].rows.streams.items():
         view = _view(steps[0].rows, stream)
-        assert view.max_chunk_rows == 40
+        assert view.long_rows == (0, 40)
         assert view.capacity == 40 // ratio
