@@ -1,10 +1,11 @@
 """``LLM``: the offline door. Load a checkpoint, generate, chat, stream.
 
-One thread at a time: the engine runs inside the calls of this class.
+The engine runs inside the calls of this class. Threads take turns: a second call to ``generate`` waits for the first.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -72,6 +73,7 @@ class LLM:
         config, reasons = resolve({"model": model, **engine_args}, read_environment())
         engine, more = build_engine(config, ops_pins=ops, progress=progress)
         self._engine: Engine | None = engine
+        self._turn = threading.RLock()
         self.reasons: tuple[Reason, ...] = (*reasons, *more)
         """Why each option that was left open has its value."""
 
@@ -188,7 +190,7 @@ class LLM:
         if prompt.error is not None:
             raise prompt.error
         params = self._params(sampling_params, 1)[0]
-        return _stream(engine, prompt, params)
+        return _stream(engine, self._turn, prompt, params)
 
     def _params(self, given: ParamsArgument, count: int) -> list[SamplingParams]:
         sampling = self.engine.config.sampling
@@ -205,55 +207,64 @@ class LLM:
         return params
 
     def _run(self, prompts: list[PreparedPrompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        engine = self.engine
-        results: dict[int, RequestOutput] = {}
-        index_of: dict[str, int] = {}
+        with self._turn:
+            engine = self.engine
+            results: dict[int, RequestOutput] = {}
+            index_of: dict[str, int] = {}
 
-        def collect() -> list[RequestOutput]:
-            done = engine.take_finished(index_of)
-            results.update({index_of[output.request_id]: output for output in done})
-            return done
+            def collect() -> list[RequestOutput]:
+                done = engine.take_finished(index_of)
+                results.update({index_of[output.request_id]: output for output in done})
+                return done
 
-        bar = _Progress(len(prompts), use_tqdm)
-        try:
-            for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-                if prompt.error is None:
-                    index_of[engine.add_request(prompt.ids, each, prompt=prompt.text)] = index
-                else:
-                    results[index] = _refused(prompt, index, engine.config.numerics)
-            bar.update(list(results.values()))
-            while len(results) < len(prompts):
-                with interrupt_after():
-                    engine.run_step()
-                bar.update(collect())
-        except BaseException as error:
-            # Whatever went wrong, the engine must not go on with requests that nobody waits for.
-            for request_id in index_of:
-                engine.abort(request_id)
-            collect()
-            if isinstance(error, KeyboardInterrupt):
-                raise GenerationInterrupted([results[index] for index in sorted(results)]) from None
-            raise
-        finally:
-            bar.close()
-            engine.drain()
-        return [results[index] for index in range(len(prompts))]
+            bar = _Progress(len(prompts), use_tqdm)
+            try:
+                for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+                    if prompt.error is None:
+                        index_of[engine.add_request(prompt.ids, each, prompt=prompt.text)] = index
+                    else:
+                        results[index] = _refused(prompt, index, engine.config.numerics)
+                bar.update(list(results.values()))
+                while len(results) < len(prompts):
+                    with interrupt_after():
+                        engine.run_step()
+                    bar.update(collect())
+            except BaseException as error:
+                # Whatever went wrong, the engine must not go on with requests that nobody waits for.
+                for request_id in index_of:
+                    engine.abort(request_id)
+                collect()
+                if isinstance(error, KeyboardInterrupt):
+                    raise GenerationInterrupted([results[index] for index in sorted(results)]) from None
+                raise
+            finally:
+                bar.close()
+                engine.drain()
+            return [results[index] for index in range(len(prompts))]
 
 
-def _stream(engine: Engine, prompt: PreparedPrompt, params: SamplingParams) -> Iterator[StreamDelta]:
+def _stream(
+    engine: Engine, turn: threading.RLock, prompt: PreparedPrompt, params: SamplingParams
+) -> Iterator[StreamDelta]:
     # Queued here, at the first item: a stream that nobody starts would never be closed either.
-    request_id = engine.add_request(prompt.ids, params, prompt=prompt.text)
+    with turn:
+        request_id = engine.add_request(prompt.ids, params, prompt=prompt.text)
     mine = (request_id,)
     try:
-        while not engine.is_finished(request_id):
-            with interrupt_after():
-                engine.run_step()
-            yield from engine.take_deltas(mine)
-        yield from engine.take_deltas(mine)  # it ended while somebody else ran the engine, or before its first step
+        is_finished = False
+        while not is_finished:
+            with turn:
+                is_finished = engine.is_finished(request_id)  # by a step that somebody else ran, or without any
+                if not is_finished:
+                    with interrupt_after():
+                        engine.run_step()
+                deltas = list(engine.take_deltas(mine))
+            yield from deltas
     finally:
-        if engine.abort(request_id):
-            engine.take_changes(mine)
-        engine.drain()
+        with turn:
+            if engine.abort(request_id):
+                engine.take_changes(mine)
+            engine.drain()
 
 
 def _refuse_images(data: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -204,6 +205,25 @@ def test_streams_and_calls_that_interleave_keep_their_own_results(llm):
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------
+
+
+def test_threads_take_turns(llm):
+    expected = {prompt: _text(llm, prompt) for prompt in PROMPTS}
+    start, found = threading.Barrier(len(PROMPTS)), {}
+
+    def ask(prompt: str, streams: bool) -> None:
+        start.wait()
+        if streams:
+            found[prompt] = "".join(delta.text for delta in llm.stream(prompt, GREEDY))
+        else:
+            found[prompt] = _text(llm, prompt)
+
+    threads = [threading.Thread(target=ask, args=(prompt, index % 2 == 0)) for index, prompt in enumerate(PROMPTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == expected
 
 
 def test_chat_is_generate_on_the_encoded_conversation(llm):
