@@ -13,6 +13,8 @@ Values that are not finite become NaN, and so does the row's result.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -170,6 +172,40 @@ def row_codes(x: Tensor, quantize: bool = False, num_warps: int | None = None) -
         num_warps=num_warps or min(16, max(1, groups // 32)),
     )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales
+
+
+@dataclass(frozen=True, slots=True)
+class RowCodes:
+    """Activations that their maker leaves as :func:`row_codes` would make them, for every group of a product."""
+
+    codes: Tensor
+    """uint8 ``[groups, rows, k]``, e4m3."""
+    scales: Tensor
+    """float32 ``[groups, rows]``."""
+
+    @classmethod
+    def empty(cls, groups: int, rows: int, k: int, device: torch.device) -> RowCodes:
+        """Room for them."""
+        codes = torch.empty(groups, rows, k, dtype=torch.uint8, device=device)
+        return cls(codes, torch.empty(groups, rows, dtype=torch.float32, device=device))
+
+    @classmethod
+    def of(cls, x: Tensor, groups: int = 1) -> RowCodes:
+        """Of bf16 ``[rows, groups * k]``, where whoever made it could not leave codes."""
+        found = [row_codes(part) for part in x.chunk(groups, dim=1)]
+        codes, scales = zip(*found, strict=True)
+        return cls(torch.stack([each.view(torch.uint8) for each in codes]), torch.stack(scales))
+
+    def __len__(self) -> int:
+        return self.scales.shape[1]
+
+    def of_group(self, group: int) -> tuple[Tensor, Tensor]:
+        """e4m3 ``[rows, k]`` and float32 ``[rows]``, as :func:`row_codes` returns them."""
+        return self.codes[group].view(torch.float8_e4m3fn), self.scales[group]
+
+    def of_rows(self, rows: Tensor) -> RowCodes:
+        """The same for some rows, ``[kept]`` int64."""
+        return RowCodes(self.codes[:, rows], self.scales[:, rows])
 
 
 def product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor) -> None:

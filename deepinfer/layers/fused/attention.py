@@ -9,8 +9,9 @@ from torch import Tensor
 from deepinfer.config.layer_plan import LayerPlan
 from deepinfer.config.model import TextConfig
 from deepinfer.kernels.attention.query_key import query_key, store_ring
-from deepinfer.kernels.attention.sparse_attention import sparse_attention
+from deepinfer.kernels.attention.sparse_attention import EntryFormat, sparse_attention, sparse_attention_codes
 from deepinfer.kernels.dense.linear import Fp8Linear, GroupedFp8Linear
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.hyper_connection.parts import SplitSums, Update
 from deepinfer.layers.caches import LayerCaches
 from deepinfer.layers.fused.compressor import Compressor
@@ -64,24 +65,30 @@ class Attention:
         queries = self.query.forward(latent, overlap=True, invariant=self.invariant)
         width = self.heads * self.head_dim
         entries, entry_slots = self._selection(inputs.x, queries[:, width:], step, caches)
-        context = sparse_attention(
+        entry_format: EntryFormat = "fp4"
+        if entries is not None and isinstance(entries.format, Fp8Record):
+            entry_format = "fp8"
+        attended = (
             queries[:, :width].view(-1, self.heads, self.head_dim),
             own.window.data if records is None else records,
             own.window.data,
             rows.window_index,
             None if entries is None else entries.data,
-            "fp8" if entries is not None and isinstance(entries.format, Fp8Record) else "fp4",
+            entry_format,
             entry_slots,
             self.sink,
             cos,
             sin,
-            quantize_output=True,
-            split_weights=self.split_weights,
-            invariant=self.invariant,
         )
+        context: Tensor | RowCodes
+        if self.output_a.takes_codes(rows.num_rows, invariant=self.invariant):
+            context = sparse_attention_codes(*attended, self.groups, split_weights=self.split_weights)
+        else:
+            context = sparse_attention(
+                *attended, quantize_output=True, split_weights=self.split_weights, invariant=self.invariant
+            )
         if records is not None:
             store_ring(records, rows.ring_slot, own.window.data)
-        context = context.view(-1, self.groups, context.shape[1] // self.groups)
         # Either product can round what is between them; where the second converts it anyway, that is the cheaper place.
         second = self.output_b.can_quantize_input(len(context), invariant=self.invariant)
         low = self.output_a.forward(context, quantize_output=not second, overlap=True, invariant=self.invariant)
