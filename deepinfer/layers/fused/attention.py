@@ -16,7 +16,7 @@ from deepinfer.kernels.hyper_connection.parts import SplitSums, Update
 from deepinfer.layers.caches import LayerCaches
 from deepinfer.layers.fused.compressor import Compressor
 from deepinfer.layers.fused.indexer import Indexer
-from deepinfer.layers.fused.residual import SublayerInput
+from deepinfer.layers.fused.residual import InputForms, SublayerInput
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
 from deepinfer.ops.records import Fp8Record, RecordStore
@@ -43,11 +43,16 @@ class Attention:
         self.compressor = Compressor(config, plan, weights) if plan.owns_kv else None
         self.indexer = Indexer(config, plan, weights) if plan.owns_indexer else None
 
+    def input_forms(self, rows: int) -> InputForms:
+        """What :meth:`forward` reads of an input of ``rows`` rows."""
+        takes_codes = self.query_and_key.takes_codes(rows, invariant=self.invariant)
+        return InputForms(rounded=not takes_codes, row_codes=takes_codes)
+
     def forward(self, inputs: SublayerInput, step: FusedStep, caches: Sequence[LayerCaches]) -> Update:
         """The sublayer's output ``[rows, hidden]``, maybe in parts; entries of these rows are published before."""
         rows, own = step.rows, caches[self.plan.layer_id]
         cos, sin = rows.angles(self.plan.ratio)
-        projected = self.query_and_key.forward(inputs.rounded, overlap=True, invariant=self.invariant)
+        projected = self.query_and_key.forward(inputs.operand, overlap=True, invariant=self.invariant)
         records = None
         if not rows.keys_first:
             records = own.window.data.new_empty(rows.num_rows, own.window.data.shape[1])

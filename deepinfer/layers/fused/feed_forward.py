@@ -12,7 +12,7 @@ from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Update
 from deepinfer.kernels.moe.expert_sum import sum_experts
 from deepinfer.kernels.moe.experts import ExpertInput, RoutedExperts
 from deepinfer.kernels.moe.router import Router
-from deepinfer.layers.fused.residual import SublayerInput
+from deepinfer.layers.fused.residual import InputForms, SublayerInput
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
 
@@ -39,6 +39,13 @@ class FeedForward:
         self.gate_up = Fp8Linear(*weights.fp8(*shared), is_fast=weights.is_fast)
         self.down = Fp8Linear(*weights.fp8("shared_experts.w2.weight"), is_fast=weights.is_fast)
 
+    def input_forms(self, rows: int) -> InputForms:
+        """What :meth:`forward` reads of an input of ``rows`` rows."""
+        wants_codes = self.experts.wants_codes
+        row_codes = not wants_codes and self.gate_up.takes_codes(rows, invariant=self.invariant)
+        rounded = not (row_codes and self.experts.takes_row_codes(rows))
+        return InputForms(rounded, wants_codes, row_codes)
+
     def forward(self, inputs: SublayerInput, step: FusedStep, is_image: Tensor | None = None) -> Update:
         """Outputs of the chosen experts and of the shared one, each rounded to bf16, not yet added up.
 
@@ -46,7 +53,7 @@ class FeedForward:
             is_image: bool or uint8 ``[rows]``, rows of image spans; None in steps without any.
         """
         rows, experts = inputs.x.shape[0], self.experts
-        given = ExpertInput(inputs.x, inputs.codes, inputs.scales, inputs.rounded)
+        given = ExpertInput(inputs.x, inputs.codes, inputs.scales, inputs.rounded, inputs.row_codes)
         routing = self.router.forward(
             inputs.x,
             positions=step.rows.positions,
@@ -56,7 +63,7 @@ class FeedForward:
         )
         # The router was launched since the input was made: this product runs beside it.
         gate_up = self.gate_up.forward(
-            inputs.rounded, dtype=torch.float32, overlap=True, beside=rows > BESIDE_ROWS, invariant=self.invariant
+            inputs.operand, dtype=torch.float32, overlap=True, beside=rows > BESIDE_ROWS, invariant=self.invariant
         )
         routed = experts.forward(given, routing, gate_up)
         assert routed.shared_inner is not None
