@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.formats.e4m3 import q8_exponent
+from deepinfer.kernels.formats.e4m3 import LARGEST, e4m3_row, q8_exponent
 from deepinfer.kernels.formats.float32 import power_of_two
 
 MIN_ROWS = 513
@@ -33,7 +33,6 @@ FAST_ACCUMULATION = True
 """Sums of 1,280 to 8,192 columns are then off by 1.1e-4 of their magnitude (root mean square; 2e-5 without), the
 rounding to bf16 behind them by up to 1.1e-3 and more; a layer's products of 8,192 rows, with conversions, take 2.45
 instead of 2.73 ms (in bf16 3.94) on an H200 (``bench/gpu/check_row_scaled.py``)."""
-_LARGEST = 3.4028234663852886e38
 _MOST_ABOVE = 7
 """A tile's scale is at most 2**7 times that of its rows: the kernel decodes times 2**120, and bf16 ends at 2**128."""
 
@@ -130,23 +129,18 @@ def scales_of_rows(row_bytes: Tensor, rows: int) -> Tensor:
 
 @triton.jit
 def _row_codes_kernel(
-    x_ptr, codes_ptr, scales_ptr, k, x_stride, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr
+    x_ptr, codes_ptr, scales_ptr, k, x_stride, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = columns < k
     x = tl.load(x_ptr + row * x_stride + columns, inside, other=0.0).to(tl.float32)
-    size = tl.abs(x)
-    finite = size <= LARGEST
-    groups = tl.max(size, axis=1)
     if QUANTIZE:
-        own = q8_exponent(tl.minimum(groups, LARGEST))
+        own = q8_exponent(tl.minimum(tl.max(tl.abs(x), axis=1), LARGEST))
         scaled = x * tl.expand_dims(power_of_two(-own), 1)
         x = scaled.to(tl.float8e4nv).to(tl.float32) * tl.expand_dims(power_of_two(own), 1)
-        groups = tl.max(tl.abs(x), axis=1)
-    exponent = q8_exponent(tl.minimum(tl.max(groups, axis=0), LARGEST))
-    codes = tl.where(finite, x * power_of_two(-exponent), float("nan")).to(tl.float8e4nv)
-    tl.store(codes_ptr + row * k + columns, codes.to(tl.uint8, bitcast=True), inside)
+    codes, exponent = e4m3_row(x)
+    tl.store(codes_ptr + row * k + columns, codes, inside)
     tl.store(scales_ptr + row, power_of_two(exponent))
 
 
@@ -168,7 +162,7 @@ def row_codes(x: Tensor, quantize: bool = False, num_warps: int | None = None) -
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     groups = triton.next_power_of_2(triton.cdiv(k, 32))
     _row_codes_kernel[(rows,)](
-        x, codes, scales, k, x.stride(0), QUANTIZE=quantize, GROUPS=groups, LARGEST=_LARGEST,
+        x, codes, scales, k, x.stride(0), QUANTIZE=quantize, GROUPS=groups,
         num_warps=num_warps or min(16, max(1, groups // 32)),
     )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from deepinfer.config.layer_plan import LayerPlan
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.attention.query_key import query_key, store_ring
+from deepinfer.kernels.attention.query_key import query_key, query_key_codes, store_ring
 from deepinfer.kernels.attention.sparse_attention import EntryFormat, sparse_attention, sparse_attention_codes
 from deepinfer.kernels.dense.linear import Fp8Linear, GroupedFp8Linear
 from deepinfer.kernels.dense.row_scaled import RowCodes
@@ -56,17 +57,17 @@ class Attention:
         records = None
         if not rows.keys_first:
             records = own.window.data.new_empty(rows.num_rows, own.window.data.shape[1])
-        _, latent = query_key(
-            projected,
-            self.query_norm,
-            self.key_norm,
-            self.eps,
-            cos,
-            sin,
-            step_records=records,
-            ring=own.window.data if rows.keys_first else None,
-            ring_slot=rows.ring_slot if rows.keys_first else None,
-        )
+        stores: dict[str, Any] = {
+            "step_records": records,
+            "ring": own.window.data if rows.keys_first else None,
+            "ring_slot": rows.ring_slot if rows.keys_first else None,
+        }
+        given = (projected, self.query_norm, self.key_norm, self.eps, cos, sin)
+        latent: Tensor | RowCodes
+        if self.query.takes_codes(rows.num_rows, invariant=self.invariant):
+            latent = query_key_codes(*given, **stores)
+        else:
+            _, latent = query_key(*given, **stores)
         queries = self.query.forward(latent, overlap=True, invariant=self.invariant)
         width = self.heads * self.head_dim
         entries, entry_slots = self._selection(inputs.x, queries[:, width:], step, caches)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.dense.linear import BESIDE_ROWS, Fp8Linear
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Update
 from deepinfer.kernels.moe.expert_sum import sum_experts
 from deepinfer.kernels.moe.experts import ExpertInput, RoutedExperts
 from deepinfer.kernels.moe.router import Router
+from deepinfer.kernels.moe.swiglu import swiglu_row_codes
 from deepinfer.layers.fused.residual import InputForms, SublayerInput
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
@@ -65,10 +67,14 @@ class FeedForward:
         gate_up = self.gate_up.forward(
             inputs.operand, dtype=torch.float32, overlap=True, beside=rows > BESIDE_ROWS, invariant=self.invariant
         )
-        routed = experts.forward(given, routing, gate_up)
-        assert routed.shared_inner is not None
+        inner: Tensor | RowCodes | None = None
+        if self.down.takes_codes(rows, invariant=self.invariant):
+            inner = swiglu_row_codes(gate_up, experts.limit)
+        routed = experts.forward(given, routing, gate_up if inner is None else None)
+        inner = routed.shared_inner if inner is None else inner
+        assert inner is not None
         shared = self.down.forward(
-            routed.shared_inner,
+            inner,
             overlap=True,
             beside=routed.is_inner_older and rows > BESIDE_ROWS,
             invariant=self.invariant,
