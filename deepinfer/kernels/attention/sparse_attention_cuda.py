@@ -50,8 +50,8 @@ def launch(
     """Arguments as :func:`.sparse_attention_triton.launch`; ``splits`` is 1, 2, 4 or 8.
 
     Args:
-        scales: float32 ``[groups, rows]``: the rounded output leaves as codes with these scales, and ``out`` is uint8
-            ``[groups, rows, heads / groups * dim]``. Where :func:`leaves_codes`, with one split.
+        scales: float32 ``[groups, rows]`` of ``row_scaled.RowCodes``: the rounded output leaves in that form,
+            ``out`` is its codes. Where :func:`leaves_codes`, with one split.
     """
     rows, heads, _ = q.shape
     if rows == 0:
@@ -67,6 +67,7 @@ def launch(
     arguments: list[Any] = [q, step_records, ring, window_index, entries, entry_slots, sink, cos, sin, out]
     arguments += [rows, q.stride(0), window_index.shape[1], entry_slots.shape[1], int(quantize_output)]
     if scales is not None:
+        assert scales.stride() == (-(-rows // 4) * 4, 1), "the kernel takes each group's scales to be aligned"
         arguments.append(scales)
     kernel.launch((ctas, 1, 1), _THREADS, arguments, shared_bytes=shared_bytes, cluster=splits, overlap=True)
 

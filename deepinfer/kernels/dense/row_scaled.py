@@ -144,13 +144,16 @@ def _row_codes_kernel(
     tl.store(scales_ptr + row, power_of_two(exponent))
 
 
-def row_codes(x: Tensor, quantize: bool = False, num_warps: int | None = None) -> tuple[Tensor, Tensor]:
+def row_codes(
+    x: Tensor, quantize: bool = False, num_warps: int | None = None, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Activations as e4m3 codes of one scale per row.
 
     Args:
         x: bf16 ``[rows, k]``; rows may be strided.
         quantize: round by Q8 in groups of 32 first (``k`` is a multiple of 32).
         num_warps: of a row, by default one for every 1,024 columns. No influence on the result.
+        out: uint8 ``[rows, k]`` and float32 ``[rows]``, dense, get the result.
     Returns:
         e4m3 ``[rows, k]`` and float32 ``[rows]``, the smallest power of two under which no code exceeds 448, at least
         that of the largest magnitude 1e-4, as in Q8.
@@ -158,8 +161,9 @@ def row_codes(x: Tensor, quantize: bool = False, num_warps: int | None = None) -
     rows, k = x.shape
     assert x.stride(1) == 1
     assert not quantize or k % 32 == 0
-    codes = torch.empty(rows, k, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if out is None:
+        out = RowCodes.empty(1, rows, k, x.device).of_group(0)
+    codes, scales = out[0].view(torch.uint8), out[1]
     groups = triton.next_power_of_2(triton.cdiv(k, 32))
     _row_codes_kernel[(rows,)](
         x, codes, scales, k, x.stride(0), QUANTIZE=quantize, GROUPS=groups,
@@ -175,20 +179,23 @@ class RowCodes:
     codes: Tensor
     """uint8 ``[groups, rows, k]``, e4m3."""
     scales: Tensor
-    """float32 ``[groups, rows]``."""
+    """float32 ``[groups, rows]``, each group's aligned to 16 bytes."""
 
     @classmethod
     def empty(cls, groups: int, rows: int, k: int, device: torch.device) -> RowCodes:
         """Room for them."""
         codes = torch.empty(groups, rows, k, dtype=torch.uint8, device=device)
-        return cls(codes, torch.empty(groups, rows, dtype=torch.float32, device=device))
+        scales = torch.empty(groups, -(-rows // 4) * 4, dtype=torch.float32, device=device)
+        return cls(codes, scales[:, :rows])
 
     @classmethod
     def of(cls, x: Tensor, groups: int = 1) -> RowCodes:
         """Of bf16 ``[rows, groups * k]``, where whoever made it could not leave codes."""
-        found = [row_codes(part) for part in x.chunk(groups, dim=1)]
-        codes, scales = zip(*found, strict=True)
-        return cls(torch.stack([each.view(torch.uint8) for each in codes]), torch.stack(scales))
+        parts = x.chunk(groups, dim=1)
+        made = cls.empty(groups, len(x), parts[0].shape[1], x.device)
+        for group, part in enumerate(parts):
+            row_codes(part, out=(made.codes[group], made.scales[group]))
+        return made
 
     def __len__(self) -> int:
         return self.scales.shape[1]
@@ -199,7 +206,10 @@ class RowCodes:
 
     def of_rows(self, rows: Tensor) -> RowCodes:
         """The same for some rows, ``[kept]`` int64."""
-        return RowCodes(self.codes[:, rows], self.scales[:, rows])
+        made = RowCodes.empty(len(self.codes), len(rows), self.codes.shape[2], rows.device)
+        made.codes.copy_(self.codes[:, rows])
+        made.scales.copy_(self.scales[:, rows])
+        return made
 
 
 def product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor) -> None:

@@ -283,6 +283,7 @@ def test_codes_take_the_place_of_an_input(groups, products, device):
     linear = Fp8Linear(*on(device, weight), groups=groups, plan=(), is_fast=True)
     given = row_scaled.RowCodes.of(x, groups)
     assert len(given) == 5
+    assert all(scales.data_ptr() % 16 == 0 for scales in given.scales)
     expected = linear(x)
     out = torch.full_like(expected, torch.nan)
     assert linear.takes_codes(5)
