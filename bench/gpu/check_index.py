@@ -27,7 +27,7 @@ from deepinfer.kernels.compressor import publish_entries, publish_index_keys
 from deepinfer.kernels.indexer import scores_cuda, topk_cuda
 from deepinfer.kernels.indexer.query import index_query
 from deepinfer.kernels.indexer.scores import score_chunks, score_rows
-from deepinfer.kernels.indexer.selection import IndexView, index_candidates, index_full
+from deepinfer.kernels.indexer.selection import IndexView, index_candidates, index_full, long_rows
 from deepinfer.kernels.indexer.topk import select_blocks, select_entries
 from deepinfer.ops import index_select as reference
 from deepinfer.ops.compress import pool_pairs
@@ -139,8 +139,7 @@ def small_step(
         1, PER_BLOCK, num_visible, max(visible_rows), torch.tensor(sequence, device=CUDA), tables, tuple(spans),
         none, none, none, None,
     )  # fmt: skip
-    longest = max(count for count, _ in chunks)
-    view = IndexView(tables.int(), stream.sequence.int(), num_visible.int(), PER_BLOCK, None, longest)
+    view = IndexView(tables.int(), stream.sequence.int(), num_visible.int(), PER_BLOCK, None, long_rows(spans))
     return query, weights, keys, view, stream
 
 
@@ -494,7 +493,7 @@ def prefill_time(keys: Tensor, context: int, rows: int) -> None:
             rest = (TOPK, slots, None, 1, sequence, table, PER_BLOCK, None, 8, 1, threads)
             us = timed([lambda r=rest: topk_cuda.select(scores, visible, *r)] * 2)
             timing(f"select {name} [cuda {threads}]", us, float(visible.long().sum()) * 2 / BYTES_PER_S * 1e6)
-    view = IndexView(table, sequence, visible, PER_BLOCK, context, rows)
+    view = IndexView(table, sequence, visible, PER_BLOCK, context, (0, rows))
     us = timed([lambda: index_full(query, weights, keys, view, TOPK)])
     timing(f"index_full {name}", us, floor)
 

@@ -14,10 +14,10 @@ from deepinfer.kernels import nvrtc
 
 @triton.jit
 def wait_for_earlier_kernels(OVERLAP: tl.constexpr):
-    """Comes first in a kernel. The next one may then start and load its weights."""
+    """Comes first in a kernel. The next one may start at once and load its weights: it must not read what is older."""
     if OVERLAP:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepinfer.layers.caches import BLOCK_TOKENS
 from deepinfer.layers.fused.device_rows import Column, row_table
 from deepinfer.messages import Chunk
 from deepinfer.ops.step_views import ChunkSpan
@@ -22,6 +23,7 @@ class HostTable:
     block_tables: np.ndarray
     """``[sequences, blocks]``"""
     spans: tuple[ChunkSpan, ...]
+    """Of the chunks. The last position of a chunk with open rows is an upper bound."""
 
     @property
     def num_rows(self) -> int:
@@ -47,10 +49,10 @@ def host_table(rows: RaggedRows, ids: np.ndarray, block_tables: np.ndarray) -> H
             Column.SEQUENCE: sequence,
         }
     )
-    spans = tuple(
-        ChunkSpan(int(begin), int(end), int(start + end - begin - 1))
-        for begin, end, start in zip(rows.begins, rows.ends, rows.starts, strict=True)
-    )
+    last = rows.starts + rows.counts - 1
+    # Where the host only guesses, it guesses too low: the blocks of the table are a bound.
+    last = np.where(ids[rows.begins] < 0, block_tables.shape[1] * BLOCK_TOKENS - 1, last)
+    spans = tuple(ChunkSpan(*map(int, span)) for span in zip(rows.begins, rows.ends, last, strict=True))
     return HostTable(table, block_tables.astype(np.int32), spans)
 
 

@@ -85,9 +85,8 @@ class FusedRunner(ModelRunner):
             if found is not None:
                 trunk, read_mix, known, table = found
             else:
-                step = self.step_of(
-                    self.move(host.table), self.move(host.block_tables), ngrams, is_short and not is_cut
-                )
+                keys_first = is_short and not is_cut
+                step = self.step_of(self.move(host.table), self.move(host.block_tables), ngrams, keys_first, host.spans)
                 assert step.table is not None
                 known, table = step.ngram_ids, step.table
                 if is_cut:

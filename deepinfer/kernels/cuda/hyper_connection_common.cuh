@@ -41,6 +41,19 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the nex
   asm volatile("griddepcontrol.launch_dependents;");
 }
 
+// What is older than the kernel before this one may be read before waiting, past the L1.
+__device__ __forceinline__ void load_older(int& to, const void* from) {
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(to) : "l"(from));
+}
+__device__ __forceinline__ void load_older(Words& to, const void* from) {
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to.of[0]), "=r"(to.of[1]), "=r"(to.of[2]), "=r"(to.of[3]) : "l"(from));
+}
+__device__ __forceinline__ void load_older(Floats& to, const void* from) {
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(to.of[0]), "=f"(to.of[1]), "=f"(to.of[2]), "=f"(to.of[3]) : "l"(from));
+}
+
 // ---------------------------------------------------------------- bf16
 __device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }

@@ -61,7 +61,8 @@ struct TileMixes {
       const long long row = min(first_row + index / 6, a.rows - 1);
       const float* from = a.read_mix + row * a.read_stride;
       if (KIND && piece < 5) from = piece ? a.stream_mix + row * a.mix_stride + 4 * (piece - 1) : a.write_mix + row * a.mix_stride;
-      parts[i] = *(const Floats*)from;
+      if (AHEAD) load_older(parts[i], from);
+      else parts[i] = *(const Floats*)from;
     }
 #if KIND == 2
     mask = ~0u;
@@ -69,7 +70,10 @@ struct TileMixes {
       const long long row = min(first_row + lane % 16, a.rows - 1);
       int experts[K];
 #pragma unroll
-      for (int k = 0; k < K; ++k) experts[k] = a.experts[row * K + k];
+      for (int k = 0; k < K; ++k) {
+        if (AHEAD) load_older(experts[k], a.experts + row * K + k);
+        else experts[k] = a.experts[row * K + k];
+      }
       mask = 0;
 #pragma unroll
       for (int k = 0; k < K; ++k) mask |= (experts[k] >= 0) << k;
@@ -159,9 +163,17 @@ struct Row {
   Update update;
   float of_h, of_trunk;  // sums of squares
 
-  __device__ __forceinline__ void fetch(const Arguments& a, long long row, int column) {
+  __device__ __forceinline__ void fetch_streams(const Arguments& a, long long row, int column) {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) streams[s] = *(const Words*)(a.trunk + (row * 4 + s) * HIDDEN + column);
+    for (int s = 0; s < 4; ++s) {
+      const Words* from = (const Words*)(a.trunk + (row * 4 + s) * HIDDEN + column);
+      if (AHEAD) load_older(streams[s], from);
+      else streams[s] = *from;
+    }
+  }
+
+  __device__ __forceinline__ void fetch(const Arguments& a, long long row, int column) {
+    fetch_streams(a, row, column);
     update.fetch(a, row, column);
   }
 

@@ -9,7 +9,8 @@
 // Compile-time constants: HIDDEN (a multiple of 256), KIND and K of the update (see hyper_connection/stages.py), WARPS
 // (side by side, a slice each), SERIAL (slices that a warp has one after the other, 1, 2 or 4; WARPS * SERIAL at most 8),
 // TILES (sets of warps that share fn, each with its own rows), LOOPS (a set may have more than one tile of 16 rows),
-// RESIDENT (blocks per multiprocessor, which bounds the registers), FEATURE.
+// RESIDENT (blocks per multiprocessor, which bounds the registers), FEATURE, AHEAD (1: streams and mixes are older than the
+// kernel before this one, and are loaded before waiting for it; without SERIAL and LOOPS).
 
 #include "hyper_connection_common.cuh"
 
@@ -27,6 +28,7 @@
 static_assert(HIDDEN % 256 == 0, "groups of 256 columns");
 static_assert(12 * SERIAL % TILES == 0, "equal shares of fn");
 static_assert(SERIAL <= 4 && WARPS * SERIAL <= 8 && (!SPLIT_LATE || SERIAL == 1), "shape");
+static_assert(!AHEAD || (KIND && SERIAL == 1 && !LOOPS && !ROWS_IN_TURN), "one tile, after a sublayer");
 
 struct Arguments {
   const u16* trunk;         // [rows, 4, HIDDEN]
@@ -81,25 +83,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) hc_write_read(co
   FnShare fn;
   fn.fetch(a, set, group, first_column);  // does not depend on earlier kernels
   if (!SPLIT_LATE) fn.split(mine, set);
+  int tile = blockIdx.y * TILES + set, turn = 0;
+#if AHEAD
+  TileMixes mixes;
+  mixes.fetch(a, tile * 16, lane);
+  Row rows[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) rows[i].fetch_streams(a, min(tile * 16 + 8 * i + group, a.rows - 1), first_column);
+#endif
   wait_for_earlier_kernels();
   if (!SPLIT_LATE) {
     if (TILES > 1) __syncthreads();
     else __syncwarp();
   }
-  int tile = blockIdx.y * TILES + set, turn = 0;
   do {
     float* stage = stages + (turn * WARPS + warp) * TILE_FLOATS;
+#if !AHEAD
     TileMixes mixes;
     mixes.fetch(a, tile * 16, lane);
+#endif
     // A row that does not exist may hold anything: it meets no other.
     const int safe[2] = {min(tile * 16 + group, a.rows - 1), min(tile * 16 + 8 + group, a.rows - 1)};
     Sums sums, pair, four;
 #pragma unroll 1
     for (int slice = 0; slice < SERIAL; ++slice) {
       const int column = first_column + 32 * slice;
+#if AHEAD
+      rows[0].update.fetch(a, safe[0], column), rows[1].update.fetch(a, safe[1], column);
+#else
       Row rows[2];
       rows[0].fetch(a, safe[0], column);
       if (!ROWS_IN_TURN) rows[1].fetch(a, safe[1], column);
+#endif
       __syncwarp();  // as above; and nobody needs the mixes of the tile before
       if (SPLIT_LATE) {
         fn.split(mine, set);

@@ -73,12 +73,7 @@ template <int J> __device__ __forceinline__ u32 expand(u32 word, u32 scale) {
 
 __device__ __forceinline__ float bf16_value(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
-__device__ __forceinline__ short order_key(float score) {
-  const u32 bits = __float_as_uint(score + 0.0f);  // -0 becomes +0
-  int rounded = (int)(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-  if ((rounded & 0xFFFF) == 0x8000) rounded = 0;   // rounded to -0
-  return (short)(rounded ^ ((rounded >> 31) & 0x7FFF));
-}
+#include "index_order_key.cuh"
 
 __device__ __forceinline__ int scored_of(int visible) {
   if (NUM_BLOCKS == 0) return visible;

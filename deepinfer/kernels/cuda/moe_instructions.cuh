@@ -1,5 +1,5 @@
-// Instructions of the kernels for many pairs, moe_wgmma.cu and moe_fp8.cu. WGMMA_KIND and WGMMA_LAYOUT are the end of the
-// instruction's name and of its operands.
+// Instructions of the kernels for many pairs, moe_wgmma.cu and moe_fp8.cu, and of index_chunks.cu. WGMMA_KIND and
+// WGMMA_LAYOUT are the end of the instruction's name and of its operands.
 
 // Operands of wgmma: the 4 n accumulators of a lane, by number and by name.
 #define A4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

@@ -9,7 +9,8 @@
 // The order of summation depends on the shape and SPLIT, not on the number of pairs.
 //
 // Compile-time constants: K (a multiple of 128), TILES (of 64 weight rows, per expert), TOP (pairs per row of x), WARPS,
-// SPLIT, DEPTH (pairs of tiles in a ring), NT (blocks have 8 NT pairs), GATED (the rows of W are paired gate and up: y is
+// SPLIT, DEPTH (pairs of tiles in a ring), NT (blocks have 8 NT pairs), EVICT_FIRST (the weights leave L2 first), AHEAD (the
+// first activations are loaded before waiting, where `early`), GATED (the rows of W are paired gate and up: y is
 // the rounded activation [pairs, 32 TILES], and the shared expert's activation is made along the way; else y is [pairs, 64
 // TILES]).
 
@@ -59,6 +60,12 @@ __device__ __forceinline__ uint4 load_activations(const u16* p) {
   return v;
 }
 
+__device__ __forceinline__ uint4 load_older(const u16* p) {  // past the L1
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -99,8 +106,14 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 }
 
 __device__ __forceinline__ void copy_tile(u32 to, const void* from, u32 barrier) {
+#if EVICT_FIRST
+  asm volatile("{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1], %2, [%3], policy; }" :: "r"(to), "l"(from), "n"(TILE_BYTES), "r"(barrier) : "memory");
+#else
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(to), "l"(from), "n"(TILE_BYTES), "r"(barrier) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void meet_team(int team) {
@@ -192,6 +205,13 @@ __device__ __forceinline__ void load_operands(Operands& b, const u16* const (&x)
   for (int n = 0; n < NT; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half) b.of[n][half] = load_activations(x[n] + column + half * 32);
+}
+
+__device__ __forceinline__ void load_older_operands(Operands& b, const u16* const (&x)[NT], int column) {
+#pragma unroll
+  for (int n = 0; n < NT; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) b.of[n][half] = load_older(x[n] + column + half * 32);
 }
 
 __device__ __forceinline__ void multiply_tile(float (&sum)[4][NT][4], u32 tile, const Operands& b) {
@@ -314,14 +334,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_skinny(const Argume
   Stream stream = {tile_address(a, place, tile), 0, 0};
 #pragma unroll
   for (int d = 0; d < DEPTH; ++d) fetch(a, place, grid, stream, ring + d * PAIR_BYTES, full + 8 * d);
+  const u16 *x[NT], *next_x[NT];
+  Operands b[2];
+  const bool ahead = AHEAD && a.early;
+  if (ahead) {
+    find_rows(a, place, tile, x);
+    if (tile >= 0) load_older_operands(b[0], x, 0), load_older_operands(b[1], x, 64);
+  }
   if (a.early) wait_for_earlier_kernels();
   let_next_kernel_start();
   if (GATED) activate_shared(a, grid);
 
-  const u16 *x[NT], *next_x[NT];
-  find_rows(a, place, tile, x);
-  Operands b[2];
-  if (tile >= 0) load_operands(b[0], x, 0), load_operands(b[1], x, 64);
+  if (!ahead) {
+    find_rows(a, place, tile, x);
+    if (tile >= 0) load_operands(b[0], x, 0), load_operands(b[1], x, 64);
+  }
   int stage = 0;
   u32 parity = 0;
   for (int round = 0; tile >= 0; ++round) {

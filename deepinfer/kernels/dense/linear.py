@@ -32,8 +32,9 @@ from deepinfer.kernels.dense.skinny_cuda import PASSES_OF_64, Geometry, SkinnyPr
 from deepinfer.kernels.dense.wgmma_cuda import WgmmaProduct
 
 BESIDE_ROWS = 4
-"""Above, products run beside the kernel before them where their input is older: measured on an H200, it saves 3 us per
-layer at 8 rows and costs 2 at 1 row, where the kernel before is too short to hide behind."""
+"""Above, the shared expert's second product and the index weights run beside the kernel before them, since their input
+is older: measured on an H200, it saves 3 us per layer at 8 rows and costs 2 at 1 row, where that kernel leaves no room
+beside it."""
 _MB = 2**20
 FEW_ROWS = 16
 """Up to here bf16 weights take the few-row kernel in its usual tiles, above in passes of 64 rows."""

@@ -59,8 +59,15 @@ DEFAULT: tuple[Step, ...] = (Few(16), Many(256))
 
 
 def _ring(row_warps: int, k_warps: int, cluster: int, depths: dict[int, int], ctas: int = 1) -> Few:
-    """The few-row kernel with rings in shared memory; ``depths``: of the ring, by tiles of 8 activation rows."""
-    pipelines = tuple(Pipeline(tiles, depth, ctas, ring=True, early=True) for tiles, depth in depths.items())
+    """The few-row kernel with rings in shared memory; ``depths``: of the ring, by tiles of 8 activation rows.
+
+    With few rows the weights leave L2 first: what the kernels between hand on stays there, and loads of it are what
+    those wait for.
+    """
+    pipelines = tuple(
+        Pipeline(tiles, depth, ctas, load_hint=2 if tiles == 1 else 0, ring=True, early=True)
+        for tiles, depth in depths.items()
+    )
     return Few(8 * max(depths), Geometry(row_warps, k_warps, cluster), pipelines)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
+from deepinfer.kernels.hyper_connection import stages
 from deepinfer.kernels.hyper_connection.parts import Mixes
 
 GROUP = 256
@@ -44,6 +45,11 @@ class Shape:
     @property
     def has_loop(self) -> bool:
         return self.row_groups > 0
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a warp's streams and mixes are loaded before the kernel waits: few rows, with registers to spare."""
+        return self.resident == 1 and self.serial == 1 and not self.has_loop
 
     @property
     def threads(self) -> int:
@@ -169,6 +175,8 @@ def write_read(
 ) -> None:
     """Fill ``new_trunk``, ``h``, ``partial`` and ``feature``; arguments as of ``hc_write_read``.
 
+    With an update, ``trunk`` and all mixes are older than the kernel before this one: a sublayer made the update.
+
     Args:
         update: from ``update_arguments``.
         partial: ``[rows, stride]`` float32 for ``shape.grid(rows, hidden)[0]`` slices.
@@ -185,6 +193,7 @@ def write_read(
         rows, grid[1], mixes.write.stride(0) if mixes else 0, read_mix.stride(0), partial.stride(0),
     )  # fmt: skip
     defines = shape.defines() | {"HIDDEN": hidden, "KIND": kind, "K": parts, "FEATURE": int(feature is not None)}
+    defines["AHEAD"] = int(shape.reads_ahead and update[0] != stages.NO_UPDATE)
     source, entry, shared = "hyper_connection_write_read.cu", "hc_write_read", shape.shared_bytes
     kernel = nvrtc.load_kernel(source, entry, defines, trunk.device, shared_bytes=shared)
     kernel.launch(grid, shape.threads, [arguments], shared_bytes=shared, overlap=overlap)

@@ -3,20 +3,22 @@
 The references are ``index_full`` and ``index_candidates`` of :mod:`deepinfer.ops.index_select`. Scores exist only for a
 slab of rows at a time: 2 bytes per row and entry of the capacity, within a budget.
 
-On Hopper and the released widths, decoding scores and every selection run in CUDA C++; else everything runs in Triton.
+On Hopper and the released widths, scores and selections run in CUDA C++; else everything runs in Triton.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
-from deepinfer.kernels.indexer import scores_cuda, topk_cuda
+from deepinfer.kernels.indexer import chunks_cuda, scores_cuda, topk_cuda
 from deepinfer.kernels.indexer.scores import score_chunks, score_rows
 from deepinfer.kernels.indexer.topk import select_blocks, select_entries
+from deepinfer.ops.step_views import ChunkSpan
 
 SCRATCH_BYTES = 256 << 20
 """Order keys that exist at once. A million entries of one row take 2 MB."""
@@ -30,7 +32,7 @@ class IndexView:
     """One stream's entries as the rows of a step see them.
 
     Fields: ``block_table`` ``[sequences, blocks]``, ``row_sequence`` and ``num_visible`` ``[rows]``, all int32 on the
-    device. Padding rows see nothing. Rows of a sequence are contiguous.
+    device. Padding rows see nothing. Rows of a sequence are contiguous, in the order of their positions.
     """
 
     block_table: Tensor
@@ -39,14 +41,21 @@ class IndexView:
     entries_per_block: int
     max_visible: int | None = None
     """Largest ``num_visible`` where the host knows it (no graph); else the tables' capacity is assumed."""
-    max_chunk_rows: int = 1
-    """Most rows of one sequence in the step: rows of longer chunks share their keys."""
+    long_rows: tuple[int, int] = (0, 0)
+    """Rows from the first to behind the last one of chunks longer than :data:`MAX_CHUNK_ONE_BY_ONE`, where the host
+    knows the chunks: they share their sequence's keys. The others are scored row by row."""
 
     @property
     def capacity(self) -> int:
         """Entries a row may see."""
         capacity = self.block_table.shape[1] * self.entries_per_block
         return capacity if self.max_visible is None else min(capacity, self.max_visible)
+
+
+def long_rows(spans: Sequence[ChunkSpan]) -> tuple[int, int]:
+    """``IndexView.long_rows`` of a step's chunks."""
+    long = [span for span in spans if span.row_end - span.row_begin > MAX_CHUNK_ONE_BY_ONE]
+    return (long[0].row_begin, long[-1].row_end) if long else (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +99,18 @@ def index_full(
         assert candidates[0] * candidates[1] >= count, "rows that select everything must keep every block"
         blocks = torch.empty((rows, candidates[1]), dtype=torch.int32, device=device)
     capacity = view.capacity
-    one_by_one = invariant or view.max_chunk_rows <= MAX_CHUNK_ONE_BY_ONE
+    long_begin, long_end = (0, 0) if invariant else view.long_rows
     slab = _slab_rows(rows, capacity, scratch_bytes)
     order_keys = _scratch(slab, capacity if capacity > count else 0, device)
     for begin in range(0, rows, slab):
         part = slice(begin, min(begin + slab, rows))
         keys, shown = order_keys[: part.stop - begin], _rows_of(view, part)
-        if capacity > count and one_by_one:
-            _score_rows(query[part], head_weights[part], index_keys, shown, keys, count)
-        elif capacity > count:
-            score_chunks(
-                query[part],
-                head_weights[part],
-                index_keys,
-                shown.block_table,
-                shown.row_sequence,
-                shown.num_visible,
-                keys,
-                count,
-                shown.entries_per_block,
-                shown.max_visible,
-            )
+        if capacity > count:
+            edges = [min(max(edge, begin), part.stop) for edge in (begin, long_begin, long_end, part.stop)]
+            for first, last, score in zip(edges, edges[1:], (_score_rows, _score_chunks, _score_rows), strict=False):
+                own, here = slice(first, last), slice(first - begin, last - begin)
+                if first < last:
+                    score(query[own], head_weights[own], index_keys, _rows_of(view, own), keys[here], count)
         _select_entries(keys, shown, slots[part], None if entries is None else entries[part])
         if blocks is not None and candidates is not None:
             _select_blocks(keys, shown.num_visible, candidates[0], blocks[part])
@@ -179,6 +179,27 @@ def _score_rows(
         view.entries_per_block,
         blocks,
         block_size,
+    )
+
+
+def _score_chunks(
+    query: Tensor, head_weights: Tensor, index_keys: Tensor, view: IndexView, order_keys: Tensor, min_scored: int
+) -> None:
+    _, heads, width = query.shape
+    # By the model and the machine alone, so that the rows of all long chunks are summed in one order.
+    is_covered = chunks_cuda.accepts(heads, width, view.entries_per_block, query.device)
+    score = chunks_cuda.score_chunks if is_covered else score_chunks
+    score(
+        query,
+        head_weights,
+        index_keys,
+        view.block_table,
+        view.row_sequence,
+        view.num_visible,
+        order_keys,
+        min_scored,
+        view.entries_per_block,
+        view.max_visible,
     )
 
 

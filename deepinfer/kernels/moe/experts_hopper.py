@@ -20,9 +20,9 @@ from deepinfer.kernels.moe.grouped_wgmma import GroupedExperts
 from deepinfer.kernels.moe.router import Routing
 
 PLANS: tuple[tuple[int, Plan, Plan], ...] = (
-    (1, Plan(1, 4, 2), Plan(1, 2, 2)),
-    (4, Plan(1, 2, 2), Plan(1, 2, 2)),
-    (16, Plan(1, 2, 2, 20), Plan(1, 2, 2, 20)),
+    (1, Plan(1, 5, 1, 20, evict_first=True, ahead=True), Plan(1, 2, 2, evict_first=True)),
+    (4, Plan(1, 2, 2, evict_first=True), Plan(1, 2, 2, evict_first=True)),
+    (16, Plan(1, 2, 2, 20, evict_first=True), Plan(1, 2, 2, 20, evict_first=True)),
     (32, Plan(1, 1, 2, 24), Plan(1, 1, 2, 20)),
     (256, Plan(1, 1, 2, 20), Plan(1, 1, 2, 20)),
     (384, Plan(1, 1, 2, 16), Plan(1, 1, 2, 20)),

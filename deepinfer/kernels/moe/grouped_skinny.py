@@ -26,6 +26,10 @@ class Plan:
     """Pairs of tiles that each warp has in flight. No influence on a result."""
     warps: int = 16
     """Of a CTA, a multiple of ``split``. No influence on a result."""
+    evict_first: bool = False
+    """The weights leave L2 first, so that what the kernels between hand on stays there: for few rows."""
+    ahead: bool = False
+    """The first activations are loaded before the kernel waits, where it begins ``early``."""
 
     @property
     def block(self) -> int:
@@ -83,6 +87,7 @@ class GroupedSkinny:
         defines = {
             "K": packing.TILE * self.num_chunks, "TILES": self.num_tiles, "TOP": self.top, "WARPS": plan.warps,
             "SPLIT": plan.split, "DEPTH": plan.depth, "NT": plan.pair_tiles, "GATED": int(self.limit is not None),
+            "EVICT_FIRST": int(plan.evict_first), "AHEAD": int(plan.ahead),
         }  # fmt: skip
         device, shared_bytes = self.packed.device, plan.shared_bytes
         return nvrtc.load_kernel("moe_skinny.cu", "moe_skinny", defines, device, shared_bytes=shared_bytes)
@@ -105,7 +110,8 @@ class GroupedSkinny:
             blocks: in blocks of ``plan.block``.
             out: bf16 ``[pairs, N]``; with SwiGLU ``[pairs, N / 2]``, rounded by Q8.
             weights: float32 ``[pairs]`` (any shape), route weight of each pair, with SwiGLU.
-            early: ``blocks`` were complete when the kernel before this one began, so weights may be read beside it.
+            early: ``blocks`` were complete when the kernel before this one began, so weights may be read beside it;
+                with ``plan.ahead`` so was ``x``.
         """
         assert blocks.block == plan.block
         assert x.is_contiguous()

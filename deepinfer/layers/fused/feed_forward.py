@@ -65,7 +65,7 @@ class FeedForward:
         )
         # The router was launched since the input was made: this product runs beside it.
         gate_up = self.gate_up.forward(
-            inputs.operand, dtype=torch.float32, overlap=True, beside=rows > BESIDE_ROWS, invariant=self.invariant
+            inputs.operand, dtype=torch.float32, overlap=True, beside=True, invariant=self.invariant
         )
         inner: Tensor | RowCodes | None = None
         if self.down.takes_codes(rows, invariant=self.invariant):

@@ -8,7 +8,7 @@ from deepinfer.config.layer_plan import IndexMode, LayerPlan
 from deepinfer.config.model import TextConfig
 from deepinfer.kernels.dense.linear import BESIDE_ROWS, Bf16Linear
 from deepinfer.kernels.indexer.query import index_query
-from deepinfer.kernels.indexer.selection import IndexView, index_candidates, index_full
+from deepinfer.kernels.indexer.selection import IndexView, index_candidates, index_full, long_rows
 from deepinfer.layers.fused.device_rows import DeviceRows, DeviceStream
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
@@ -50,10 +50,10 @@ class Indexer:
 
 
 def _view(rows: DeviceRows, stream: DeviceStream) -> IndexView:
-    longest, max_visible = 1, None
+    shared, max_visible = (0, 0), None
     if rows.spans is not None:
-        longest = max(span.row_end - span.row_begin for span in rows.spans)
+        shared = long_rows(rows.spans)
         max_visible = max((span.last_position + 1) // stream.ratio for span in rows.spans)
     return IndexView(
-        rows.block_tables, rows.sequence, stream.num_visible, stream.entries_per_block, max_visible, longest
+        rows.block_tables, rows.sequence, stream.num_visible, stream.entries_per_block, max_visible, shared
     )

@@ -9,6 +9,13 @@ static float __shfl_xor_sync(u32, float value, int step) {
 static Meeting sets[TILES];
 static void meet_set(int set) { meet(sets[set], THREADS / TILES); }
 
+// The emulation knows no earlier kernel: what is loaded before the wait has long been written.
+static void load_older(int& to, const void* from) { to = *(const int*)from; }
+template <class T> static void load_older(T& to, const void* from) {
+  if ((uintptr_t)from % sizeof(T)) fail("misaligned load");
+  to = *(const T*)from;
+}
+
 static u32 pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static u32 code_of(float x) {
   if (std::isnan(x)) return 0x7F;

@@ -7,6 +7,10 @@ static uint4 load_activations(const u16* p) {
   if ((uintptr_t)p % 16) fail("misaligned activations");
   return *(const uint4*)p;
 }
+static uint4 load_older(const u16* p) {  // of what is older than the kernel before
+  if ((uintptr_t)p % 16) fail("misaligned activations");
+  return *(const uint4*)p;
+}
 static void copy_tile(u32 to, const void* from, u32 address) {
   if (to % 16) fail("misaligned copy");
   std::memcpy(at(to), in_weights(from, TILE_BYTES), TILE_BYTES);

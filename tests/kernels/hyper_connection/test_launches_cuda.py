@@ -93,6 +93,8 @@ def _emulate(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         ("absent", SHAPES[4]),
         ("experts", SHAPES[5]),
         ("plain", SHAPES[6]),
+        ("experts", Shape(4, 2)),
+        ("splits", Shape(1, 2)),
     ],
 )
 def test_write_and_read_are_exact_where_sums_are(form: str, shape: Shape, device: torch.device):

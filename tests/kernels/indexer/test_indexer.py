@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from deepinfer.kernels.indexer import selection
 from deepinfer.kernels.indexer.query import index_query
 from deepinfer.kernels.indexer.scores import score_chunks, score_rows
-from deepinfer.kernels.indexer.selection import IndexView, index_candidates, index_full
+from deepinfer.kernels.indexer.selection import IndexView, index_candidates, index_full, long_rows
 from deepinfer.kernels.indexer.topk import select_blocks, select_entries
 from deepinfer.ops import index_select as reference
 from deepinfer.ops.number_formats import q4u_round
@@ -100,7 +102,7 @@ def make_case(
         row_sequence=stream.sequence.int(),
         num_visible=visible_rows.int(),
         entries_per_block=per_block,
-        max_chunk_rows=max(count for count, _ in chunks),
+        long_rows=long_rows(spans),
     )
     return Case(query.to(device), weights.to(device), keys.to(device), view, stream, heads, width)
 
@@ -121,6 +123,7 @@ def expected_full(case: Case, count: int, candidates: tuple[int, int] | None = N
 DECODE = [(1, 0), (1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 130), (1, 97)]
 VERIFY = [(3, 40), (4, 5), (2, 2), (1, 97), (3, 18), (5, 70)]
 PREFILL = [(33, 33), (1, 70), (21, 111), (2, 50)]
+MIXED = [(1, 60), (6, 70), (19, 90), (1, 40), (12, 80), (1, 97), (1, 12)]  # long chunks amid short ones
 SMALL = [(9, 12), (1, 70), (11, 40)]  # one chunk too long to be scored row by row
 
 
@@ -138,7 +141,7 @@ def test_query_is_rotated_and_rounded(heads: int, width: int, device: torch.devi
     assert differing <= 0.002  # a rotation next to a tie of bf16, seldom next to one of e2m1 as well
 
 
-@pytest.mark.parametrize("chunks", [DECODE, VERIFY, PREFILL], ids=["decode", "verify", "prefill"])
+@pytest.mark.parametrize("chunks", [DECODE, VERIFY, PREFILL, MIXED], ids=["decode", "verify", "prefill", "mixed"])
 @pytest.mark.parametrize(("heads", "width"), [(4, 64), (32, 128), (5, 96)])
 def test_selection_equals_the_reference_where_sums_are_exact(
     chunks: list[tuple[int, int]], heads: int, width: int, device: torch.device
@@ -332,12 +335,32 @@ def test_slabs_of_rows_change_nothing(device: torch.device) -> None:
     assert torch.equal(whole.blocks, slabs.blocks)
 
 
+@pytest.mark.parametrize("slab", [2 * 128 * 5, 2 * 128 * 22, 2 * 128 * 64])
+def test_only_rows_of_long_chunks_share_keys(slab: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways to score may differ in their last bits, so decoding rows keep theirs whatever prompt is beside them."""
+    case = make_case(MIXED, device)
+    scored: dict[str, int] = {"_score_rows": 0, "_score_chunks": 0}
+
+    def counted(name: str, run: Callable[..., None]) -> Callable[..., None]:
+        def score(query: torch.Tensor, *rest: Any) -> None:
+            scored[name] += len(query)
+            run(query, *rest)
+
+        return score
+
+    for name in scored:
+        monkeypatch.setattr(selection, name, counted(name, getattr(selection, name)))
+    got = index_full(case.query, case.weights, case.keys, case.view, 16, scratch_bytes=slab)
+    assert scored == {"_score_rows": 7 + 2, "_score_chunks": 19 + 1 + 12}
+    assert torch.equal(got.slots.long(), physical(case, padded(expected_full(case, 16)[0], 16)))
+
+
 def test_a_known_largest_context_changes_nothing(device: torch.device) -> None:
     case = make_case(SMALL, device)
     view = case.view
     wider = torch.nn.functional.pad(view.block_table, (0, 9))
     views = [
-        IndexView(wider, view.row_sequence, view.num_visible, view.entries_per_block, limit, view.max_chunk_rows)
+        IndexView(wider, view.row_sequence, view.num_visible, view.entries_per_block, limit, view.long_rows)
         for limit in (None, case.stream.max_visible)
     ]
     first, second = (index_full(case.query, case.weights, case.keys, each, 16) for each in views)

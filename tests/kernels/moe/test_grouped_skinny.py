@@ -110,7 +110,15 @@ def test_exact_sums_give_the_reference_bits(rows, top, experts, shape, plan):
     assert found[pairs < 0].isnan().all()
 
 
-@pytest.mark.parametrize(("rows", "plan"), [(5, Plan(1, 2, 3)), (21, Plan(2, 4, 2))])
+@pytest.mark.parametrize(
+    ("rows", "plan"),
+    [
+        (5, Plan(1, 2, 3)),
+        (21, Plan(2, 4, 2)),
+        (1, Plan(1, 4, 1, 20, evict_first=True, ahead=True)),
+        (5, Plan(1, 2, 2, ahead=True)),
+    ],
+)
 def test_gated_product_activates_and_rounds(rows, plan):
     torch.manual_seed(rows)
     experts, top, width, hidden = 3, 2, 96, 512
