@@ -228,7 +228,7 @@ def check_time(rows: int, pool: Pool, entry_format: str, variants: list[dict[str
 
 def write_ablations(folder: Path) -> list[str]:
     """Sources with one stage changed, beside a copy of the kernel's; names of the files."""
-    text = (nvrtc.SOURCES / sparse_attention_cuda.SOURCE).read_text()
+    text = nvrtc.read_source(sparse_attention_cuda.SOURCE)
     (folder / sparse_attention_cuda.SOURCE).write_text(text)
     files = []
     for name, replacements in ABLATIONS.items():

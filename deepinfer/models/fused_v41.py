@@ -53,8 +53,8 @@ class FusedLayer:
         engram: Engram | None = None,
     ) -> None:
         self.plan, self.engram = plan, engram
-        self.attention_hc = HyperConnection(config, "attn", weights, wants_codes=False)
         self.attention = Attention(config, plan, weights.child("attn"))
+        self.attention_hc = HyperConnection(config, "attn", weights, self.attention.input_forms)
         below = weights.child("ffn")
         num_experts, num_selected = experts
         self.feed_forward = FeedForward(
@@ -63,7 +63,7 @@ class FusedLayer:
             below,
             lambda source: make_experts(source, num_experts),
         )
-        self.ffn_hc = HyperConnection(config, "ffn", weights, wants_codes=self.feed_forward.experts.wants_codes)
+        self.ffn_hc = HyperConnection(config, "ffn", weights, self.feed_forward.input_forms)
 
     def forward(self, residual: Residual, step: FusedStep, caches: Sequence[LayerCaches]) -> bool:
         """Run the layer. At the cut of a step the rows that do not go on are dropped.
@@ -84,7 +84,7 @@ class FusedLayer:
                 keep_rows(residual, cut.kept)
                 return False
             keep_rows(residual, cut.kept)
-            inputs = inputs.of_rows(cut.kept)
+            inputs = inputs.of_rows(cut.kept, self.attention.input_forms(len(cut.kept)))
             step.narrow()
         residual.update = self.attention.forward(inputs, step, caches)
         inputs = self.ffn_hc.enter(residual)

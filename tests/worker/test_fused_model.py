@@ -134,6 +134,8 @@ def test_fast_prefill_stays_near_faithful(tmp_path: Path, monkeypatch: pytest.Mo
     logits, expected = run(min_rows=5, split_weights=True)  # a row too few
     assert num_products == 0
     by_products, inputs = run(min_rows=4, split_weights=True)
+    forms = [part.input_forms(4) for layer in runner.fused.layers for part in (layer.attention, layer.feed_forward)]
+    assert all(each.row_codes for each in forms)
     assert num_products == 3 * 5 + 3 * 4 + 1, "six in every layer, one of them in four groups, and the n-gram memory's"
     assert compare(expected, inputs, names) >= 2, "their operands are nearly exact"
     assert 0 < error(by_products, logits) < 0.02

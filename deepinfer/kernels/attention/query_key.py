@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels import overlap
-from deepinfer.kernels.formats.e4m3 import e4m3_code, q8_groups
+from deepinfer.kernels.dense.row_scaled import RowCodes
+from deepinfer.kernels.formats.e4m3 import e4m3_code, e4m3_row, q8_groups
 from deepinfer.kernels.formats.float32 import power_of_two
 
 
@@ -54,7 +55,7 @@ def _rotate(x, cosine, sine):
 
 @triton.jit
 def _norm_rounded_row(
-    projected, norm, normed, rounded, row, num_rows, row_stride, eps,
+    projected, norm, normed, rounded, codes, scales, row, num_rows, row_stride, eps,
     COLUMN: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -68,6 +69,11 @@ def _norm_rounded_row(
     if rounded is not None:
         _, values, exponent = q8_groups(x.to(tl.float32))
         tl.store(rounded + row * WIDTH + columns, (values * power_of_two(exponent)[:, None]).to(tl.bfloat16), mask)
+    if codes is not None:
+        _, values, exponent = q8_groups(x.to(tl.float32))
+        of_row, exponent = e4m3_row(values * power_of_two(exponent)[:, None])
+        tl.store(codes + row * WIDTH + columns, of_row, mask)
+        tl.store(scales + row, power_of_two(exponent))
 
 
 @triton.jit
@@ -99,7 +105,8 @@ def _key_row(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _query_key_kernel(
-    projected, query_norm, key_norm, cos, sin, latent, rounded, records, ring, ring_slot, num_rows, row_stride, eps,
+    projected, query_norm, key_norm, cos, sin, latent, rounded, codes, scales, records, ring, ring_slot, num_rows,
+    row_stride, eps,
     QUERY: tl.constexpr, KEY: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
     QUERY_GROUPS: tl.constexpr, KEY_GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -107,8 +114,9 @@ def _query_key_kernel(
     overlap.wait_for_earlier_kernels(OVERLAP)
     if KEY == 0:
         _norm_rounded_row(
-            projected, query_norm, latent, rounded, row, num_rows, row_stride, eps, 0, SPLITS, QUERY, QUERY_GROUPS
-        )
+            projected, query_norm, latent, rounded, codes, scales, row, num_rows, row_stride, eps,
+            0, SPLITS, QUERY, QUERY_GROUPS,
+        )  # fmt: skip
     elif QUERY == 0 or tl.program_id(1) == 1:
         _key_row(
             projected, key_norm, cos, sin, records, ring, ring_slot, row, num_rows, row_stride, eps,
@@ -116,8 +124,9 @@ def _query_key_kernel(
         )  # fmt: skip
     else:
         _norm_rounded_row(
-            projected, query_norm, latent, rounded, row, num_rows, row_stride, eps, 0, SPLITS, QUERY, QUERY_GROUPS
-        )
+            projected, query_norm, latent, rounded, codes, scales, row, num_rows, row_stride, eps,
+            0, SPLITS, QUERY, QUERY_GROUPS,
+        )  # fmt: skip
 
 
 def _groups(width: int) -> int:
@@ -130,11 +139,11 @@ def _launch(
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
-    outputs: tuple[Tensor | None, Tensor | None],
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     angles: tuple[Tensor | None, Tensor | None] = (None, None),
     stores: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> None:
-    """Args: outputs: latent, rounded; angles: cos, sin; stores: step records, ring, ring slots."""
+    """Args: outputs: latent, rounded, their codes and scales; angles: cos, sin; stores: records, ring, ring slots."""
     query = 0 if query_norm is None else query_norm.shape[0]
     key = 0 if key_norm is None else key_norm.shape[0]
     splits = projected.shape[0] if projected.dim() == 3 else 0
@@ -185,23 +194,43 @@ def query_key(
     latent = projected.new_empty(projected.shape[-2], query_norm.shape[0], dtype=torch.bfloat16)
     rounded = torch.empty_like(latent)
     _launch(
-        projected, query_norm, key_norm, eps, (latent, rounded), (cos, sin), (step_records, ring, ring_slot)
+        projected, query_norm, key_norm, eps, (latent, rounded, None, None), (cos, sin), (step_records, ring, ring_slot)
     )  # fmt: skip
     return latent, rounded
+
+
+def query_key_codes(
+    projected: Tensor,
+    query_norm: Tensor,
+    key_norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    step_records: Tensor | None = None,
+    ring: Tensor | None = None,
+    ring_slot: Tensor | None = None,
+) -> RowCodes:
+    """:func:`query_key` for a product in FP8: the rounded latent as codes with one scale per row, and nothing else."""
+    assert (ring is None) == (ring_slot is None)
+    made = RowCodes.empty(1, projected.shape[-2], query_norm.shape[0], projected.device)
+    outputs = (None, None, made.codes, made.scales)
+    _launch(projected, query_norm, key_norm, eps, outputs, (cos, sin), (step_records, ring, ring_slot))
+    return made
 
 
 def key_records(
     projected: Tensor, key_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, ring: Tensor, ring_slot: Tensor
 ) -> None:
     """The key's half of :func:`query_key` alone, into the ring: ``projected`` ``[rows, key width]``."""
-    _launch(projected, None, key_norm, eps, (None, None), (cos, sin), (None, ring, ring_slot))
+    _launch(projected, None, key_norm, eps, (None, None, None, None), (cos, sin), (None, ring, ring_slot))
 
 
 def norm_rounded(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMS norm of ``[rows, width]`` bf16 (or of partial sums, as above): the result and the same rounded by Q8."""
     normed = x.new_empty(x.shape[-2], weight.shape[0], dtype=torch.bfloat16)
     rounded = torch.empty_like(normed)
-    _launch(x, weight, None, eps, (normed, rounded))
+    _launch(x, weight, None, eps, (normed, rounded, None, None))
     return normed, rounded
 
 

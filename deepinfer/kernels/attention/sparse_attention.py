@@ -6,12 +6,14 @@ and Q8 rounding at the end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from deepinfer.kernels.attention import sparse_attention_cuda, sparse_attention_few, sparse_attention_triton
+from deepinfer.kernels.dense.row_scaled import RowCodes
 
 EntryFormat = Literal["fp4", "fp8"]
 Implementation = Literal["few", "cuda", "triton"]
@@ -60,22 +62,16 @@ def sparse_attention(
         ``[rows, heads * dim]`` bf16, rotated back. A row without keys is zero.
     """
     rows, heads, dim = q.shape
-    assert q.stride()[1:] == (dim, 1), f"heads of q are not dense: strides {q.stride()}"
+    keys = _keys(q, step_records, ring, window_index, entries, entry_slots)
     if out is None:
         out = torch.empty(rows, heads * dim, dtype=torch.bfloat16, device=q.device)
-    if entries is None or entry_slots is None:
-        entries, entry_slots = step_records, window_index[:, :0]
     if implementation is None:
         implementation = _choose(rows, heads, dim, 2 * cos.shape[1], q.device, invariant)
     if splits is None and implementation == "few":
         splits = sparse_attention_few.choose_splits(rows, heads)
     elif splits is None:
-        num_blocks = -(-window_index.shape[1] // 64) - (-entry_slots.shape[1] // 64)
-        splits = _num_splits(rows, heads, num_blocks, invariant)
-    arguments = (
-        q, step_records, ring, window_index.contiguous(), entries, entry_slots.contiguous(), entry_format == "fp4",
-        sink, cos, sin, quantize_output, out, splits, split_weights,
-    )  # fmt: skip
+        splits = _num_splits(rows, heads, _num_blocks(keys), invariant)
+    arguments = (*keys, entry_format == "fp4", sink, cos, sin, quantize_output, out, splits, split_weights)
     if implementation == "few":
         sparse_attention_few.launch(*arguments)
     elif implementation == "cuda":
@@ -83,6 +79,66 @@ def sparse_attention(
     else:
         sparse_attention_triton.launch(*arguments)
     return out
+
+
+def sparse_attention_codes(
+    q: Tensor,
+    step_records: Tensor,
+    ring: Tensor,
+    window_index: Tensor,
+    entries: Tensor | None,
+    entry_format: EntryFormat,
+    entry_slots: Tensor | None,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    *,
+    split_weights: bool = False,
+) -> RowCodes:
+    """What :func:`sparse_attention` rounds, as codes with one scale for each row and group of heads.
+
+    Args:
+        groups: heads of a group follow each other.
+    Returns:
+        codes and scales of ``[rows, heads / groups * dim]`` for each group.
+    """
+    rows, heads, dim = q.shape
+    is_cuda = _choose(rows, heads, dim, 2 * cos.shape[1], q.device, False) == "cuda"
+    keys = _keys(q, step_records, ring, window_index, entries, entry_slots)
+    is_whole = _num_splits(rows, heads, _num_blocks(keys), False) == 1
+    if not (is_cuda and is_whole and sparse_attention_cuda.leaves_codes(heads, groups)):
+        values = sparse_attention(
+            q, step_records, ring, window_index, entries, entry_format, entry_slots, sink, cos, sin, True,
+            split_weights=split_weights,
+        )  # fmt: skip
+        return RowCodes.of(values, groups)
+    made = RowCodes.empty(groups, rows, heads // groups * dim, q.device)
+    sparse_attention_cuda.launch(
+        *keys, entry_format == "fp4", sink, cos, sin, True, made.codes, 1, split_weights, made.scales
+    )
+    return made
+
+
+def _keys(
+    q: Tensor,
+    step_records: Tensor,
+    ring: Tensor,
+    window_index: Tensor,
+    entries: Tensor | None,
+    entry_slots: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same as the launches take them."""
+    assert q.stride()[1:] == (q.shape[2], 1), f"heads of q are not dense: strides {q.stride()}"
+    if entries is None or entry_slots is None:
+        entries, entry_slots = step_records, window_index[:, :0]
+    return q, step_records, ring, window_index.contiguous(), entries, entry_slots.contiguous()
+
+
+def _num_blocks(keys: Sequence[Tensor]) -> int:
+    """Blocks of 64 keys of a row."""
+    window_index, entry_slots = keys[3], keys[5]
+    return -(-window_index.shape[1] // 64) - (-entry_slots.shape[1] // 64)
 
 
 def _choose(rows: int, heads: int, dim: int, rope_width: int, device: torch.device, invariant: bool) -> Implementation:

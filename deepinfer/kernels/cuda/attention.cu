@@ -20,7 +20,8 @@
 // log 2): weights stay below 256 and the sums are seldom rescaled.
 //
 // Compile-time constants: H (heads, at most 64), ROPE (channels that turn, a multiple of 8), FP4 (entries are
-// Fp4Record, else Fp8Record), SPLITS (1, 2, 4, 8), SPLIT_WEIGHTS (weights in two bf16 parts).
+// Fp4Record, else Fp8Record), SPLITS (1, 2, 4, 8), SPLIT_WEIGHTS (weights in two bf16 parts), GROUP_HEADS (0, or with
+// SPLITS = 1 the heads whose output shares a power of two and leaves as e4m3 codes: 4, 8 or 16).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -53,6 +54,7 @@ struct Small {
   u32 seen[2][4];                      // per key buffer and producer warp: two bits per key
   float shrink[M_ROWS];                // factor of the sums before this block's weights are added
   float finish[2][M_ROWS];             // 2^16 / total, by parity of the row
+  float largest[2][M_ROWS / 4];        // of the output, by consumer and group of heads
 };
 
 struct Arguments {
@@ -68,157 +70,11 @@ struct Arguments {
   u16* out;
   int rows, query_stride, width, num_selected;
   int quantize;                        // round the output by Q8
+  float* scales;                       // with GROUP_HEADS: of the codes, see attention_codes.cuh
 };
 
-// ---------------------------------------------------------------- barriers, copies, matrix instructions
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u64* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
-}
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-__device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}"
-      :: "r"(shared_address(barrier)), "r"(parity) : "memory");
-}
-// All lanes are done with what the barrier protects.
-__device__ __forceinline__ void warp_arrive(u64* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-__device__ __forceinline__ void cluster_barrier() {
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ u32 remote_address(u32 local, u32 rank) {
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  return remote;
-}
-__device__ __forceinline__ void store_remote(u32 to, float a, float b, float c, float d) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
-__device__ __forceinline__ void store_remote(u32 to, float a, float b) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(to), "f"(a), "f"(b) : "memory");
-}
-
-__device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes) {  // 16 bytes, those past `bytes` zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() {  // for all groups but the last N
-  asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
-}
-template <int N> __device__ __forceinline__ void set_registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
-template <int N> __device__ __forceinline__ void set_registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
-
-__device__ __forceinline__ uint4 load_record(const u8* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ void store_global(u16* p, const uint4& v) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ void store_shared(u32 to, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-__device__ __forceinline__ uint4 load_shared(u32 from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-#define F4(d, i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
-#define F16(d, i) F4(d, i), F4(d, (i) + 4), F4(d, (i) + 8), F4(d, (i) + 12)
-#define F64(d, i) F16(d, i), F16(d, (i) + 16), F16(d, (i) + 32), F16(d, (i) + 48)
-#define REGISTERS_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGISTERS_128 REGISTERS_32 ", " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-
-// Wait for all matrix instructions of the warpgroup; then `d` may be read.
-__device__ __forceinline__ void mma_wait(float (&d)[32]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : F16(d, 0), F16(d, 16) :: "memory");
-}
-__device__ __forceinline__ void mma_wait(float (&d)[128]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : F64(d, 0), F64(d, 64) :: "memory");
-}
-
-// d[64 x 64] (+)= a[64 x 16] . b[64 x 16]^T
-__device__ __forceinline__ void mma_logits(float (&d)[32], u64 a, u64 b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0;\n}"
-      : F16(d, 0), F16(d, 16) : "l"(a), "l"(b), "r"(accumulate));
-}
-// d[64 x 256] += a[64 x 16] . b[16 x 256], a from registers
-__device__ __forceinline__ void mma_sum(float (&d)[128], const u32 (&a)[4], u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
-      : F64(d, 0), F64(d, 64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-// The same, a from shared memory
-__device__ __forceinline__ void mma_sum(float (&d)[128], u64 a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, %128, %129, 1, 1, 1, 0, 1;\n"
-      : F64(d, 0), F64(d, 64) : "l"(a), "l"(b));
-}
-
-// ---------------------------------------------------------------- arithmetic of the machine
-
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Two values rounded to e4m3.
-__device__ __forceinline__ float2 round_e4m3(float low, float high) {
-  u16 codes;
-  u32 halves;
-  float2 v;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{\n.reg .f16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}" : "=f"(v.x), "=f"(v.y) : "r"(halves));
-  return v;
-}
+// ---------------------------------------------------------------- instructions
+#include "attention_instructions.cuh"
 
 // ---------------------------------------------------------------- matrix operands
 
@@ -526,6 +382,10 @@ __device__ __forceinline__ void finish_heads(const Arguments& a, u32 tile, int r
   }
 }
 
+#if GROUP_HEADS
+#include "attention_codes.cuh"
+#endif
+
 // SPLITS = 1, when both consumers are done with the row's last block: its key buffer holds the result in between.
 __device__ __forceinline__ void finish_row(const Arguments& a, Small& small, u8* shared_pointer, const float (&sums)[128],
                                            const float (&factors)[2], int row, int consumer, int last_step) {
@@ -533,7 +393,11 @@ __device__ __forceinline__ void finish_row(const Arguments& a, Small& small, u8*
   u8* tile = shared_pointer + AT_KEYS + (last_step & 1) * TILE_BYTES;
   stage_sums(sums, factors, tile, warp * 16 + lane / 4, lane % 4, 32 * consumer);
   __syncwarp();
+#if GROUP_HEADS
+  finish_codes(a, small, shared_address(tile), row, warp, consumer);
+#else
   finish_heads(a, shared_address(tile), row, warp * 16, 16, 4 * consumer, 4);
+#endif
   if (last_step >= 0) warp_arrive(&small.key_free[last_step & 1]);
 }
 
@@ -776,12 +640,19 @@ __device__ __forceinline__ void consume_right(const Arguments& a, Small& small, 
 extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
     const u16* query, const u8* step_records, const u8* ring, const int* window_index, const u8* entries,
     const int* entry_slots, const float* sink, const float* cosines, const float* sines, u16* out,
-    int rows, int query_stride, int width, int num_selected, int quantize) {
+    int rows, int query_stride, int width, int num_selected, int quantize
+#if GROUP_HEADS
+    , float* scales
+#endif
+    ) {
+#if !GROUP_HEADS
+  float* const scales = nullptr;
+#endif
   extern __shared__ __align__(1024) u8 shared_pointer[];
   const u32 shared = shared_address(shared_pointer);
   Small& small = *(Small*)(shared_pointer + AT_SMALL);
   const Arguments a = {query, step_records, ring, window_index, entries, entry_slots, sink, cosines, sines, out,
-                       rows, query_stride, width, num_selected, quantize};
+                       rows, query_stride, width, num_selected, quantize, scales};
   const int split = SPLITS == 1 ? 0 : blockIdx.x % SPLITS;
   const int first = blockIdx.x / SPLITS, stride = gridDim.x / SPLITS;  // SPLITS > 1: one row per cluster
   if (threadIdx.x == 0) {

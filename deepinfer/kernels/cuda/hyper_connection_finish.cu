@@ -9,7 +9,7 @@
 //
 // Compile-time constants: HIDDEN (a multiple of 256), SLICES (GROUPS, or 2, 4 or 8 times that), VECTORS (of 8 columns, for
 // each thread), MIX_ROWS (in a block: 1, or one for each warp), ITERATIONS, MIXES, NORM_BF16 (the norm's weight is bf16,
-// else float32), ROUNDED, CODES, SCALES (0 none, 1 ue8m0 bytes, 2 float32).
+// else float32), ROUNDED, CODES, SCALES (0 none, 1 ue8m0 bytes, 2 float32, 3 float32, one for a whole row's CODES).
 
 #include "hyper_connection_common.cuh"
 
@@ -32,7 +32,7 @@ struct Arguments {
   u16* x;                // [rows, HIDDEN]
   u16* rounded;          // [rows, HIDDEN]
   u8* codes;             // [rows, HIDDEN]
-  void* scales;          // [rows, HIDDEN / 32]
+  void* scales;          // [rows, HIDDEN / 32], or [rows]
   float* mixes;          // [rows, 24]
   int rows, record_stride;
   float norm_eps, hc_eps;
@@ -110,7 +110,40 @@ __device__ __forceinline__ float sum_of_squares(const float* squares) {  // of h
   return sum;
 }
 
-__device__ __forceinline__ void norm(const Arguments& a, int row, int part) {
+#if SCALES == 3
+static_assert(PARTS == 1 && CODES, "a block has the whole row");
+// A row's rounded values, brought to one power of two: the smallest under which no code exceeds 448. A row that is not
+// finite becomes NaN.
+__device__ __forceinline__ void store_row_codes(const Arguments& a, const Words (&rounded)[VECTORS], int row, float* of_warp) {
+  float largest = 1e-4f;
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v)
+#pragma unroll
+    for (int p = 0; p < 4; ++p)
+      largest = fmaxf(largest, fmaxf(fabsf(low_of(rounded[v].of[p])), fabsf(high_of(rounded[v].of[p]))));
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < THREADS / 32; ++i) largest = fmaxf(largest, of_warp[i]);
+  const int exponent = ((int)(__float_as_uint(largest) + 0x1FFFFF) >> 23) - 135;
+  const u32 bits = largest <= 3.3895314e38f ? (u32)(127 - exponent) << 23 : 0x7FC00000u;  // bf16 ends there
+  const float inverse = __uint_as_float(bits);
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    const int column = (v * THREADS + threadIdx.x) * 8;
+    Codes codes = {};
+#pragma unroll
+    for (int p = 0; p < 4; ++p)
+      codes.of[p / 2] |= to_e4m3(low_of(rounded[v].of[p]) * inverse, high_of(rounded[v].of[p]) * inverse) << 16 * (p % 2);
+    if (column < HIDDEN) *(Codes*)(a.codes + (long long)row * HIDDEN + column) = codes;
+  }
+  if (threadIdx.x == 0) ((float*)a.scales)[row] = __uint_as_float((u32)(exponent + 127) << 23);
+}
+#endif
+
+__device__ __forceinline__ void norm(const Arguments& a, int row, int part, float* of_warp) {
   const int first = (part * (THREADS * VECTORS) + threadIdx.x) * 8;
   const Words* from = (const Words*)(a.h + (long long)row * HIDDEN);
   float weight[VECTORS][8];
@@ -122,6 +155,7 @@ __device__ __forceinline__ void norm(const Arguments& a, int row, int part) {
   for (int v = 0; v < VECTORS; ++v) h[v] = from[min(first + v * (THREADS * 8), HIDDEN - 8) / 8];
   const float sum = sum_of_squares(a.partial + (long long)row * a.record_stride + SLICES * 32);
   const float inverse = rsqrtf(sum / HIDDEN + a.norm_eps);
+  Words rounded[VECTORS];
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
     const int column = min(first + v * (THREADS * 8), HIDDEN - 8);
@@ -129,13 +163,16 @@ __device__ __forceinline__ void norm(const Arguments& a, int row, int part) {
     const long long at = (long long)row * HIDDEN + column;
     const Words x = normed(h[v], inverse, weight[v]);
     if (exists) *(Words*)(a.x + at) = x;
-    if (ROUNDED || CODES || SCALES) store_rounded(a, x, at, exists);
+    if (ROUNDED || CODES || SCALES) rounded[v] = store_rounded(a, x, at, exists);
   }
+#if SCALES == 3
+  store_row_codes(a, rounded, row, of_warp);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hc_finish(const Arguments a) {
   __shared__ __align__(16) float sums[MIX_ROWS * GROUPS * SUM_STRIDE];
   const int mix_blocks = MIXES ? (a.rows + MIX_ROWS - 1) / MIX_ROWS : 0, block = (int)blockIdx.x - mix_blocks;
   if (MIXES && block < 0) make_mixes(a, blockIdx.x, sums);
-  else norm(a, block / PARTS, block % PARTS);
+  else norm(a, block / PARTS, block % PARTS, sums);
 }

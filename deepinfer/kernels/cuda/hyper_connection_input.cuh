@@ -89,8 +89,8 @@ __device__ __forceinline__ Words normed(const Words& h, float inverse, const flo
   return x;
 }
 
-// 8 columns; four neighbouring threads share a scale.
-__device__ __forceinline__ void store_rounded(const Arguments& a, const Words& x, long long at, bool exists) {
+// 8 columns; four neighbouring threads share a scale. Returns the rounded values.
+__device__ __forceinline__ Words store_rounded(const Arguments& a, const Words& x, long long at, bool exists) {
   float largest = 0.0f;
 #pragma unroll
   for (int p = 0; p < 4; ++p) largest = fmaxf(largest, fmaxf(fabsf(low_of(x.of[p])), fabsf(high_of(x.of[p]))));
@@ -110,12 +110,12 @@ __device__ __forceinline__ void store_rounded(const Arguments& a, const Words& x
     from_e4m3(both, low, high);
     rounded.of[p] = pack(fmaf(low, scale, 0.0f), fmaf(high, scale, 0.0f));  // no negative zeros
   }
-  if (!exists) return;
+  if (!exists) return rounded;
   if (ROUNDED) *(Words*)(a.rounded + at) = rounded;
-  if (CODES) *(Codes*)(a.codes + at) = codes;
-  if (SCALES && threadIdx.x % 4 == 0) {
+  if (CODES && SCALES != 3) *(Codes*)(a.codes + at) = codes;
+  if (SCALES && SCALES != 3 && threadIdx.x % 4 == 0) {
     if (SCALES == 1) ((u8*)a.scales)[at / 32] = (u8)(exponent + 127);
     else ((float*)a.scales)[at / 32] = scale;
   }
+  return rounded;
 }
-

@@ -5,7 +5,7 @@
 // before, in groups of 32: one power of two for the row keeps them as they are, except for those that are more than
 // 2**14 below the row's largest, which become subnormal.
 //
-// Compile-time constants: GATHER (1: rows to their places, 0: results of the gate-up product, which have a power for
+// Compile-time constants: GATHER (1: rows to their places, 2: the same of rows that come as codes, 0: results of the gate-up product, which have a power for
 // every 32 columns, to one for each row), LINES. Gather: TOP (pairs per row). Else: BLOCK (8 or 16), EXPERTS.
 
 typedef unsigned char u8;
@@ -50,6 +50,27 @@ __device__ __forceinline__ u32 times_half(u32 codes, u32 factor) {  // four e4m3
 
 #if GATHER
 // ---------------------------------------------------------------- gather
+// Codes of a thread's 16 columns, two blocks of 8, to the places of the row's pairs, and once for each place the row's
+// power of two and the pair's route weight.
+__device__ __forceinline__ void store_places(const u32 (&even)[2], const u32 (&odd)[2], float power, const int (&to)[TOP], int row,
+                                             const float* weights, char* ordered, float* powers, float* ordered_weights,
+                                             int capacity) {
+  const int thread = threadIdx.x;
+  // Two neighbouring threads have 32 columns; the first writes the even ones of both.
+  const bool is_odd = thread % 2;
+  const u32 first = __shfl_xor_sync(~0u, is_odd ? even[0] : odd[0], 1);
+  const u32 second = __shfl_xor_sync(~0u, is_odd ? even[1] : odd[1], 1);
+  const uint4 out = is_odd ? uint4{first, second, odd[0], odd[1]} : uint4{even[0], even[1], first, second};
+#pragma unroll
+  for (int k = 0; k < TOP; ++k) {
+    if (to[k] < 0) continue;
+    if (thread == 0) powers[to[k]] = power, ordered_weights[to[k]] = weights[row * TOP + k];
+    char* line = ordered + ((long long)(thread / 8) * capacity + to[k]) * LINE_BYTES;
+    if (thread < PIECES) *(uint4*)(line + (thread % 8 ^ to[k] % 8) * 16) = out;
+  }
+}
+
+#if GATHER == 1
 // Each row x[row] to the places of its pairs, with their route weights and the row's power of two.
 // place: [rows * TOP], -1 for none. counters: [2], set to 0 for the two products that follow.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -92,19 +113,27 @@ moe_fp8_gather(const uint4* x, const int* place, const float* weights, char* ord
     even[b] = to_e4m3_pair(c[4], c[0]) | to_e4m3_pair(c[6], c[2]) << 16;
     odd[b] = to_e4m3_pair(c[5], c[1]) | to_e4m3_pair(c[7], c[3]) << 16;
   }
-  // Two neighbouring threads have 32 columns; the first writes the even ones of both.
-  const bool is_odd = thread % 2;
-  const u32 first = __shfl_xor_sync(~0u, is_odd ? even[0] : odd[0], 1);
-  const u32 second = __shfl_xor_sync(~0u, is_odd ? even[1] : odd[1], 1);
-  const uint4 out = is_odd ? uint4{first, second, odd[0], odd[1]} : uint4{even[0], even[1], first, second};
-#pragma unroll
-  for (int k = 0; k < TOP; ++k) {
-    if (to[k] < 0) continue;
-    if (thread == 0) powers[to[k]] = up, ordered_weights[to[k]] = weights[row * TOP + k];
-    char* line = ordered + ((long long)(thread / 8) * capacity + to[k]) * LINE_BYTES;
-    if (thread < PIECES) *(uint4*)(line + (thread % 8 ^ to[k] % 8) * 16) = out;
-  }
+  store_places(even, odd, up, to, row, weights, ordered, powers, ordered_weights, capacity);
 }
+#else
+// The same of codes with a power for each row, [rows, 16 * PIECES] and [rows].
+extern "C" __global__ void __launch_bounds__(THREADS)
+moe_fp8_gather(const uint4* codes, const float* given, const int* place, const float* weights, char* ordered, float* powers,
+               float* ordered_weights, int* counters, int capacity) {
+  wait_for_earlier_kernels();
+  const int row = blockIdx.x, thread = threadIdx.x;
+  if (row == 0 && thread < 2) counters[thread] = 0;
+  int to[TOP];
+#pragma unroll
+  for (int k = 0; k < TOP; ++k) to[k] = place[row * TOP + k];
+  uint4 in = {};
+  if (thread < PIECES) in = codes[(long long)row * PIECES + thread];
+  // Of 8 columns in two words, the even ones in the order 4, 0, 6, 2, the odd ones likewise.
+  const u32 even[2] = {__byte_perm(in.x, in.y, 0x2604), __byte_perm(in.z, in.w, 0x2604)};
+  const u32 odd[2] = {__byte_perm(in.x, in.y, 0x3715), __byte_perm(in.z, in.w, 0x3715)};
+  store_places(even, odd, given[row], to, row, weights, ordered, powers, ordered_weights, capacity);
+}
+#endif
 #else
 // ---------------------------------------------------------------- one power for a row
 // A CTA has BLOCK rows. exponents: [GROUPS, capacity] of lines that have one for every 32 columns, plus 128.

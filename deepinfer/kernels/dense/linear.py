@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
 from deepinfer.kernels.dense import linear_triton, packing, plans, row_scaled
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.dense.skinny_cuda import PASSES_OF_64, Geometry, SkinnyProduct
 from deepinfer.kernels.dense.wgmma_cuda import WgmmaProduct
 
@@ -128,7 +129,7 @@ class Fp8Linear:
 
     def forward(
         self,
-        xq: Tensor,
+        xq: Tensor | RowCodes,
         out: Tensor | None = None,
         *,
         quantize_input: bool = False,
@@ -142,7 +143,7 @@ class Fp8Linear:
 
         Args:
             xq: bf16 ``[rows, K]``, or ``[rows, groups, K]`` (also flat); rows may be strided (a multiple of 8), aligned
-                to 16 bytes.
+                to 16 bytes. Or its codes, where :meth:`takes_codes`.
             out: ``[rows, N]`` contiguous, optional; its dtype wins over ``dtype``.
             quantize_input: round ``xq`` by Q8 in groups of 32 along K first, where :meth:`can_quantize_input`.
             quantize_output: round the bf16 result by Q8 in groups of 32 along N; bf16 values.
@@ -153,18 +154,27 @@ class Fp8Linear:
             beside: with ``overlap``: multiply while the preceding kernel runs. ``xq`` must be older than that kernel:
                 at least one was launched on this stream since ``xq`` was made.
         """
-        rows = xq.shape[0]
-        x = xq.flatten(1) if xq.dim() > 2 else xq
-        assert x.shape[1] == self.groups * self.num_inputs, (x.shape, self.groups, self.num_inputs)
+        rows = len(xq)
         if out is None:
-            out = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
-        is_fast = self._multiplies_fp8(rows, invariant)
+            device = xq.codes.device if isinstance(xq, RowCodes) else xq.device
+            out = torch.empty(rows, self.num_outputs, dtype=dtype, device=device)
+        is_fast = self.takes_codes(rows, invariant=invariant)
         assert is_fast or not quantize_input
         if rows == 0:
             return out
+        if isinstance(xq, RowCodes):
+            assert is_fast, f"{rows} rows are not multiplied in FP8"
+            assert not quantize_input
+            assert xq.codes.shape == (self.groups, rows, self.num_inputs), xq.codes.shape
+            self._multiply_codes(map(xq.of_group, range(self.groups)), out, quantize_output)
+            return out
+        x = xq.flatten(1) if xq.dim() > 2 else xq
+        assert x.shape[1] == self.groups * self.num_inputs, (x.shape, self.groups, self.num_inputs)
         beside &= overlap
         if is_fast:
-            self._many_rows_fp8(x, out, quantize_input, quantize_output)
+            # One group at a time: the L2 may still hold the codes that were made last.
+            parts = (x[:, columns] for _, columns in self._group_parts())
+            self._multiply_codes((row_scaled.row_codes(part, quantize_input) for part in parts), out, quantize_output)
         elif self._stored is not None:
             linear_triton.product(x, *self._stored, out, self.groups, quantize_output)
         elif invariant:
@@ -179,9 +189,10 @@ class Fp8Linear:
 
     def can_quantize_input(self, rows: int, *, invariant: bool = False) -> bool:
         """Whether the product of ``rows`` rows converts its input anyway, so that it can round it for nothing."""
-        return self._multiplies_fp8(rows, invariant) and self.num_inputs % 32 == 0
+        return self.takes_codes(rows, invariant=invariant) and self.num_inputs % 32 == 0
 
-    def _multiplies_fp8(self, rows: int, invariant: bool) -> bool:
+    def takes_codes(self, rows: int, *, invariant: bool = False) -> bool:
+        """Whether ``rows`` rows are multiplied in FP8, so that their input may be given as codes."""
         if self._row_scaled is None or invariant or rows < row_scaled.MIN_ROWS:
             return False
         return self._stored is not None or self._product(rows) is None
@@ -217,12 +228,12 @@ class Fp8Linear:
         if quantize_output:
             linear_triton.q8_round_(out)
 
-    def _many_rows_fp8(self, x: Tensor, out: Tensor, quantize_input: bool, quantize_output: bool) -> None:
+    def _multiply_codes(self, inputs: Iterable[tuple[Tensor, Tensor]], out: Tensor, quantize_output: bool) -> None:
+        """Codes and scales of every group's input."""
         assert self._row_scaled is not None
         codes, scales = self._row_scaled.codes(), self._row_scaled.row_scales
-        for part, columns in self._group_parts():  # one at a time: the L2 may still hold the codes that were made last
-            converted = row_scaled.row_codes(x[:, columns], quantize_input)
-            row_scaled.product(converted, (codes[part], scales[part]), out[:, part])
+        for x, (part, _) in zip(inputs, self._group_parts(), strict=True):
+            row_scaled.product(x, (codes[part], scales[part]), out[:, part])
         if quantize_output:
             linear_triton.q8_round_(out)
 

@@ -13,13 +13,15 @@ Values that are not finite become NaN, and so does the row's result.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
-from deepinfer.kernels.formats.e4m3 import q8_exponent
+from deepinfer.kernels.formats.e4m3 import LARGEST, e4m3_row, q8_exponent
 from deepinfer.kernels.formats.float32 import power_of_two
 
 MIN_ROWS = 513
@@ -31,7 +33,6 @@ FAST_ACCUMULATION = True
 """Sums of 1,280 to 8,192 columns are then off by 1.1e-4 of their magnitude (root mean square; 2e-5 without), the
 rounding to bf16 behind them by up to 1.1e-3 and more; a layer's products of 8,192 rows, with conversions, take 2.45
 instead of 2.73 ms (in bf16 3.94) on an H200 (``bench/gpu/check_row_scaled.py``)."""
-_LARGEST = 3.4028234663852886e38
 _MOST_ABOVE = 7
 """A tile's scale is at most 2**7 times that of its rows: the kernel decodes times 2**120, and bf16 ends at 2**128."""
 
@@ -128,33 +129,31 @@ def scales_of_rows(row_bytes: Tensor, rows: int) -> Tensor:
 
 @triton.jit
 def _row_codes_kernel(
-    x_ptr, codes_ptr, scales_ptr, k, x_stride, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr
+    x_ptr, codes_ptr, scales_ptr, k, x_stride, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = columns < k
     x = tl.load(x_ptr + row * x_stride + columns, inside, other=0.0).to(tl.float32)
-    size = tl.abs(x)
-    finite = size <= LARGEST
-    groups = tl.max(size, axis=1)
     if QUANTIZE:
-        own = q8_exponent(tl.minimum(groups, LARGEST))
+        own = q8_exponent(tl.minimum(tl.max(tl.abs(x), axis=1), LARGEST))
         scaled = x * tl.expand_dims(power_of_two(-own), 1)
         x = scaled.to(tl.float8e4nv).to(tl.float32) * tl.expand_dims(power_of_two(own), 1)
-        groups = tl.max(tl.abs(x), axis=1)
-    exponent = q8_exponent(tl.minimum(tl.max(groups, axis=0), LARGEST))
-    codes = tl.where(finite, x * power_of_two(-exponent), float("nan")).to(tl.float8e4nv)
-    tl.store(codes_ptr + row * k + columns, codes.to(tl.uint8, bitcast=True), inside)
+    codes, exponent = e4m3_row(x)
+    tl.store(codes_ptr + row * k + columns, codes, inside)
     tl.store(scales_ptr + row, power_of_two(exponent))
 
 
-def row_codes(x: Tensor, quantize: bool = False, num_warps: int | None = None) -> tuple[Tensor, Tensor]:
+def row_codes(
+    x: Tensor, quantize: bool = False, num_warps: int | None = None, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Activations as e4m3 codes of one scale per row.
 
     Args:
         x: bf16 ``[rows, k]``; rows may be strided.
         quantize: round by Q8 in groups of 32 first (``k`` is a multiple of 32).
         num_warps: of a row, by default one for every 1,024 columns. No influence on the result.
+        out: uint8 ``[rows, k]`` and float32 ``[rows]``, dense, get the result.
     Returns:
         e4m3 ``[rows, k]`` and float32 ``[rows]``, the smallest power of two under which no code exceeds 448, at least
         that of the largest magnitude 1e-4, as in Q8.
@@ -162,14 +161,55 @@ def row_codes(x: Tensor, quantize: bool = False, num_warps: int | None = None) -
     rows, k = x.shape
     assert x.stride(1) == 1
     assert not quantize or k % 32 == 0
-    codes = torch.empty(rows, k, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if out is None:
+        out = RowCodes.empty(1, rows, k, x.device).of_group(0)
+    codes, scales = out[0].view(torch.uint8), out[1]
     groups = triton.next_power_of_2(triton.cdiv(k, 32))
     _row_codes_kernel[(rows,)](
-        x, codes, scales, k, x.stride(0), QUANTIZE=quantize, GROUPS=groups, LARGEST=_LARGEST,
+        x, codes, scales, k, x.stride(0), QUANTIZE=quantize, GROUPS=groups,
         num_warps=num_warps or min(16, max(1, groups // 32)),
     )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales
+
+
+@dataclass(frozen=True, slots=True)
+class RowCodes:
+    """Activations that their maker leaves as :func:`row_codes` would make them, for every group of a product."""
+
+    codes: Tensor
+    """uint8 ``[groups, rows, k]``, e4m3."""
+    scales: Tensor
+    """float32 ``[groups, rows]``, each group's aligned to 16 bytes."""
+
+    @classmethod
+    def empty(cls, groups: int, rows: int, k: int, device: torch.device) -> RowCodes:
+        """Room for them."""
+        codes = torch.empty(groups, rows, k, dtype=torch.uint8, device=device)
+        scales = torch.empty(groups, -(-rows // 4) * 4, dtype=torch.float32, device=device)
+        return cls(codes, scales[:, :rows])
+
+    @classmethod
+    def of(cls, x: Tensor, groups: int = 1) -> RowCodes:
+        """Of bf16 ``[rows, groups * k]``, where whoever made it could not leave codes."""
+        parts = x.chunk(groups, dim=1)
+        made = cls.empty(groups, len(x), parts[0].shape[1], x.device)
+        for group, part in enumerate(parts):
+            row_codes(part, out=(made.codes[group], made.scales[group]))
+        return made
+
+    def __len__(self) -> int:
+        return self.scales.shape[1]
+
+    def of_group(self, group: int) -> tuple[Tensor, Tensor]:
+        """e4m3 ``[rows, k]`` and float32 ``[rows]``, as :func:`row_codes` returns them."""
+        return self.codes[group].view(torch.float8_e4m3fn), self.scales[group]
+
+    def of_rows(self, rows: Tensor) -> RowCodes:
+        """The same for some rows, ``[kept]`` int64."""
+        made = RowCodes.empty(len(self.codes), len(rows), self.codes.shape[2], rows.device)
+        made.codes.copy_(self.codes[:, rows])
+        made.scales.copy_(self.scales[:, rows])
+        return made
 
 
 def product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor) -> None:

@@ -11,6 +11,9 @@ import triton.language as tl
 
 from deepinfer.kernels.formats.float32 import power_of_two
 
+LARGEST = tl.constexpr(3.4028234663852886e38)
+"""Of float32."""
+
 
 @triton.jit
 def q8_exponent(largest):
@@ -66,3 +69,16 @@ def q8_groups(x):
     exponent = q8_exponent(tl.max(tl.abs(x), axis=len(x.shape) - 1))
     scaled = x * tl.expand_dims(power_of_two(-exponent), len(x.shape) - 1)
     return scaled, e4m3_round(scaled), exponent
+
+
+@triton.jit
+def e4m3_row(x):
+    """Codes (uint8) of a row, float32 ``[groups, 32]``, under one power of two, and its exponent (int32).
+
+    The exponent is that of Q8 for the largest magnitude of all. What is not finite becomes NaN.
+    """
+    size = tl.abs(x)
+    largest = tl.max(tl.max(size, axis=1), axis=0)
+    exponent = q8_exponent(tl.minimum(largest, LARGEST))
+    codes = tl.where(size <= LARGEST, x * power_of_two(-exponent), float("nan")).to(tl.float8e4nv)
+    return codes.to(tl.uint8, bitcast=True), exponent

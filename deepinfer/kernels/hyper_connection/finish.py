@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.hyper_connection import launches_cuda as cuda
 from deepinfer.kernels.hyper_connection import stages
 from deepinfer.kernels.hyper_connection.launches_cuda import FinishShape
@@ -27,6 +28,8 @@ class Finished(NamedTuple):
     scales: Tensor | None
     """``[rows, hidden / 32]``: ue8m0 bytes (uint8), or the powers of two in float32."""
     mixes: Mixes | None
+    row_codes: RowCodes | None = None
+    """Codes of xq with one scale for each row."""
 
 
 @triton.jit
@@ -75,6 +78,7 @@ def hc_finish(
     *,
     wants_xq: bool = True,
     wants_codes: bool = False,
+    wants_row_codes: bool = False,
     wants_mixes: bool = True,
     scale_dtype: torch.dtype = torch.uint8,
     columns: int | None = None,
@@ -87,6 +91,7 @@ def hc_finish(
     Args:
         partial, h: from :func:`hc_write_read`.
         norm_weight: ``[hidden]`` bf16 or float32; scale: ``[3]``, base: ``[(2 + M) * M]`` float32.
+        wants_row_codes: not together with ``wants_codes``.
         scale_dtype: of the codes' scales, uint8 or float32.
         columns, num_warps: of one program of the Triton kernel, which they choose; ``columns`` a power of two of at
             least 32. No influence on the result.
@@ -96,31 +101,39 @@ def hc_finish(
     rows, hidden = h.shape
     assert h.is_contiguous()
     assert hidden % 32 == 0
+    assert not (wants_codes and wants_row_codes)
     streams = int(base.shape[0] ** 0.5)  # (2 + M) * M lies between M**2 and (M + 1)**2
+    num_slices = partial.num_slices
+    is_cuda = columns is None and num_warps is None
+    is_cuda = is_cuda and cuda.accepts(streams, hidden, h.device) and cuda.accepts_slices(num_slices, hidden)
+    row_codes = None
+    if wants_row_codes and is_cuda and cuda.accepts_row_codes(hidden):
+        row_codes = RowCodes.empty(1, rows, hidden, h.device)
     x = torch.empty_like(h)
-    xq = torch.empty_like(h) if wants_xq else None
+    xq = torch.empty_like(h) if wants_xq or (wants_row_codes and row_codes is None) else None
     codes = torch.empty_like(h, dtype=torch.uint8) if wants_codes else None
     scales = h.new_empty(rows, hidden // 32, dtype=scale_dtype) if wants_codes else None
     packed, mixes = new_mixes(h, rows, streams)
-    finished = Finished(x, xq, codes, scales, mixes if wants_mixes else None)
-    num_slices = partial.num_slices
-    is_free = columns is None and num_warps is None
-    if is_free and cuda.accepts(streams, hidden, h.device) and cuda.accepts_slices(num_slices, hidden):
+    if is_cuda:
         cuda.finish(
             partial.records, num_slices, h, norm_weight, scale, base, norm_eps, hc_eps, iterations,
-            x, xq, codes, scales, packed if wants_mixes else None, shape or cuda.choose_finish_shape(rows), overlap,
+            x, xq, *((codes, scales) if row_codes is None else (row_codes.codes[0], row_codes.scales[0])),
+            packed if wants_mixes else None, shape or cuda.choose_finish_shape(rows, row_codes is not None), overlap,
         )  # fmt: skip
-        return finished
-    columns = columns or 512
-    parts = triton.cdiv(hidden, columns)
-    _finish_kernel[(rows, parts + wants_mixes)](
-        partial.records, h, norm_weight, scale, base, x, xq, codes, scales, packed,
-        hidden, partial.records.stride(0), norm_eps, hc_eps,
-        ITERATIONS=iterations, M=streams, WIDTH=mix_width(streams), SLICES=num_slices,
-        SLICES_P2=triton.next_power_of_2(num_slices), GROUPS=columns // 32, PARTS=parts,
-        num_warps=num_warps or (2 if rows >= 128 else 4),
-    )  # fmt: skip
-    return finished
+    else:
+        columns = columns or 512
+        parts = triton.cdiv(hidden, columns)
+        _finish_kernel[(rows, parts + wants_mixes)](
+            partial.records, h, norm_weight, scale, base, x, xq, codes, scales, packed,
+            hidden, partial.records.stride(0), norm_eps, hc_eps,
+            ITERATIONS=iterations, M=streams, WIDTH=mix_width(streams), SLICES=num_slices,
+            SLICES_P2=triton.next_power_of_2(num_slices), GROUPS=columns // 32, PARTS=parts,
+            num_warps=num_warps or (2 if rows >= 128 else 4),
+        )  # fmt: skip
+    if wants_row_codes and row_codes is None:
+        assert xq is not None
+        row_codes = RowCodes.of(xq)
+    return Finished(x, xq, codes, scales, mixes if wants_mixes else None, row_codes)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ _COLUMNS = 32
 _FN_BYTES = 4 * 3 * 3 * 32 * 16
 _TILE_BYTES = 16 * 28 * 4
 _SCALES = {None: 0, torch.uint8: 1, torch.float32: 2}
+_ROW_SCALES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,14 @@ class FinishShape:
         return (blocks + rows * -(-hidden // (8 * _THREADS * self.vectors)), 1, 1)
 
 
-def choose_finish_shape(rows: int) -> FinishShape:
-    """Few rows: many small blocks. Many rows: as few blocks as keep their threads busy."""
+def choose_finish_shape(rows: int, whole_rows: bool = False) -> FinishShape:
+    """Few rows: many small blocks. Many rows: as few blocks as keep their threads busy.
+
+    Args:
+        whole_rows: a block has a whole row, where :func:`accepts_row_codes`.
+    """
+    if whole_rows:
+        return FinishShape(4, rows > 512)
     if rows <= 512:
         return FinishShape(1 if rows <= 256 else 2, False)
     return FinishShape(2, True)
@@ -210,7 +217,11 @@ def finish(
     shape: FinishShape,
     overlap: bool,
 ) -> None:
-    """Fill ``x``, ``rounded``, ``codes``, ``scales`` and ``mixes`` ``[rows, 24]``; arguments as of ``hc_finish``."""
+    """Fill ``x``, ``rounded``, ``codes``, ``scales`` and ``mixes`` ``[rows, 24]``; arguments as of ``hc_finish``.
+
+    Args:
+        scales: ``[rows, hidden / 32]``, or float32 ``[rows]`` for codes of whole rows.
+    """
     rows, hidden = h.shape
     if rows == 0:
         return
@@ -218,14 +229,23 @@ def finish(
         partial.data_ptr(), h.data_ptr(), norm_weight.data_ptr(), scale.data_ptr(), base.data_ptr(), x.data_ptr(),
         *map(nvrtc.pointer, (rounded, codes, scales, mixes)), rows, partial.stride(0), norm_eps, hc_eps,
     )  # fmt: skip
+    scales_kind = _SCALES[None if scales is None else scales.dtype]
+    if scales is not None and scales.dim() == 1:
+        assert accepts_row_codes(hidden)
+        scales_kind = _ROW_SCALES
     defines = {
         "HIDDEN": hidden, "SLICES": num_slices, "ITERATIONS": iterations, "MIXES": int(mixes is not None),
         "NORM_BF16": int(norm_weight.dtype == torch.bfloat16), "ROUNDED": int(rounded is not None),
-        "CODES": int(codes is not None), "SCALES": _SCALES[None if scales is None else scales.dtype],
+        "CODES": int(codes is not None), "SCALES": scales_kind,
         "VECTORS": shape.vectors, "MIX_ROWS": _THREADS // 32 if shape.shares_block else 1,
     }  # fmt: skip
     kernel = nvrtc.load_kernel("hyper_connection_finish.cu", "hc_finish", defines, h.device)
     kernel.launch(shape.grid(rows, hidden, mixes is not None), _THREADS, [arguments], overlap=overlap)
+
+
+def accepts_row_codes(hidden: int) -> bool:
+    """Whether :func:`finish` can leave codes with one scale for each row: a block has to hold the row."""
+    return hidden <= 8 * _THREADS * choose_finish_shape(1, whole_rows=True).vectors
 
 
 def accepts_slices(num_slices: int, hidden: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.checkpoint.stored import StoredTensor
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.moe import packing
 from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, order_pairs
 from deepinfer.kernels.moe.expert_inputs import round_activation
@@ -84,6 +85,8 @@ class ExpertInput:
     """``[rows, hidden / 32]``: Q8's scales, as float32 or as ue8m0 bytes (uint8, one launch more)."""
     rounded: Tensor | None = None
     """bf16 ``[rows, hidden]``: x rounded by Q8; saves a launch where codes are not wanted."""
+    row_codes: RowCodes | None = None
+    """``rounded`` as codes with one scale per row; in its place where :meth:`RoutedExperts.takes_row_codes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,11 @@ class RoutedExperts(abc.ABC):
     @abc.abstractmethod
     def block_of(self, rows: int) -> int:
         """Pairs per block in which the router should order a step of ``rows`` rows; 0 for no order."""
+
+    def takes_row_codes(self, rows: int) -> bool:
+        """Whether an input of ``rows`` rows may be given as codes with one scale per row alone."""
+        del rows
+        return False
 
     @abc.abstractmethod
     def forward(self, inputs: ExpertInput, routing: Routing, shared_gate_up: Tensor | None = None) -> ExpertOutput:

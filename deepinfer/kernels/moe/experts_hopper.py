@@ -109,15 +109,16 @@ class HopperExperts(RoutedExperts):
             return self.fast
         return self.many
 
+    def takes_row_codes(self, rows: int) -> bool:
+        return self.plans(rows) is None and self._many(rows) is self.fast
+
     def forward(self, inputs: ExpertInput, routing: Routing, shared_gate_up: Tensor | None = None) -> ExpertOutput:
         rows = inputs.x.shape[0]
-        x = round_activation(inputs.x) if inputs.rounded is None else inputs.rounded
         plans = self.plans(rows)
         if plans is None:
-            many = self._many(rows)
-            blocks = self._blocks(routing, many.block)
-            values, place = many.forward(x, routing.experts, routing.weights, blocks)
+            values, place = self._forward_many(inputs, routing)
             return ExpertOutput(values, place, self._shared(shared_gate_up))
+        x = _rounded(inputs)
         shared = None
         if shared_gate_up is not None:
             shared = SharedActivation(shared_gate_up, x.new_empty(rows, self.width))
@@ -130,3 +131,15 @@ class HopperExperts(RoutedExperts):
         values = new_output(rows * self.num_selected, self.down)
         self.down(inner, blocks, values, plans[1], early=True)
         return ExpertOutput(values, None, None if shared is None else shared.out, is_inner_older=True)
+
+    def _forward_many(self, inputs: ExpertInput, routing: Routing) -> tuple[Tensor, Tensor]:
+        many = self._many(len(inputs.x))
+        blocks = self._blocks(routing, many.block)
+        if isinstance(many, GroupedExperts):
+            return many.forward(_rounded(inputs), routing.experts, routing.weights, blocks)
+        x = _rounded(inputs) if inputs.row_codes is None else inputs.row_codes
+        return many.forward(x, routing.experts, routing.weights, blocks)
+
+
+def _rounded(inputs: ExpertInput) -> Tensor:
+    return round_activation(inputs.x) if inputs.rounded is None else inputs.rounded

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.moe import packing
 from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, order_pairs
 
@@ -153,24 +154,26 @@ class GroupedProduct:
         kernel.launch((ctas, 1, 1), tile.threads, [arguments], shared_bytes=shared, overlap=True)
 
 
-def gather(x: Tensor, weights: Tensor, blocks: ExpertBlocks, counters: Tensor) -> tuple[Lines, Tensor]:
+def gather(x: Tensor | RowCodes, weights: Tensor, blocks: ExpertBlocks, counters: Tensor) -> tuple[Lines, Tensor]:
     """Rows in the order of their experts, as lines; the pairs' weights in the same order. Padding stays undefined.
 
     Args:
-        x: bf16 ``[rows, hidden]``, contiguous, hidden a multiple of 128.
+        x: bf16 ``[rows, hidden]``, contiguous, hidden a multiple of 128; or its codes.
         weights: float32 ``[rows, k]``, contiguous.
         counters: int32 ``[2]``, set to 0.
     Returns:
         lines, and float32 ``[capacity]``, capacity being the size of ``blocks.ordered``.
     """
-    (rows, hidden), capacity = x.shape, blocks.ordered.shape[0]
-    assert x.is_contiguous(), x.stride()
+    given, scales = (x.codes[0], x.scales) if isinstance(x, RowCodes) else (x, None)
+    (rows, hidden), capacity = given.shape, blocks.ordered.shape[0]
+    assert given.is_contiguous(), given.stride()
     assert weights.is_contiguous(), weights.stride()
-    codes = torch.empty(hidden // LINE, capacity, LINE, dtype=torch.uint8, device=x.device)
-    powers, ordered_weights = torch.empty(2, capacity, dtype=torch.float32, device=x.device)
-    defines = {"GATHER": 1, "LINES": hidden // LINE, "TOP": weights.shape[1]}
-    kernel = nvrtc.load_kernel(_ROWS, "moe_fp8_gather", defines, x.device)
-    arguments = (x, blocks.place, weights, codes, powers, ordered_weights, counters, capacity)
+    codes = torch.empty(hidden // LINE, capacity, LINE, dtype=torch.uint8, device=given.device)
+    powers, ordered_weights = torch.empty(2, capacity, dtype=torch.float32, device=given.device)
+    defines = {"GATHER": 1 if scales is None else 2, "LINES": hidden // LINE, "TOP": weights.shape[1]}
+    kernel = nvrtc.load_kernel(_ROWS, "moe_fp8_gather", defines, given.device)
+    inputs = (given,) if scales is None else (given, scales)
+    arguments = (*inputs, blocks.place, weights, codes, powers, ordered_weights, counters, capacity)
     kernel.launch((rows, 1, 1), -(-hidden // 512) * 32, arguments, overlap=True)
     return Lines(codes, powers), ordered_weights
 
@@ -220,12 +223,13 @@ class GroupedFp8Experts:
         self.few, self.many, self.few_pairs, self.block, self.ctas = few, many, few_pairs, block, ctas
 
     def forward(
-        self, x: Tensor, experts: Tensor, weights: Tensor, blocks: ExpertBlocks | None = None
+        self, x: Tensor | RowCodes, experts: Tensor, weights: Tensor, blocks: ExpertBlocks | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Every pair's output, weighted: arguments and results as :meth:`.grouped_wgmma.GroupedExperts.forward`."""
+        """Every pair's output, weighted: arguments and results as :meth:`.grouped_wgmma.GroupedExperts.forward`; or the
+        input as codes with one scale per row."""
         if blocks is None or blocks.block != self.block:
             blocks = order_pairs(experts, self.num_experts, self.block)
-        capacity, device = blocks.ordered.shape[0], x.device
+        capacity, device = blocks.ordered.shape[0], weights.device
         tile = self.few if blocks.num_pairs <= self.few_pairs * self.num_experts else self.many
         ctas = self.ctas or nvrtc.num_multiprocessors(device)
         counters = torch.empty(2, dtype=torch.int32, device=device)

@@ -2,7 +2,8 @@
 
 The product is rounded by Q8 straight from float32. Three forms of the result: e4m3 codes with one float32 scale (a
 power of two) per 32 columns, the same with one scale per row (precision ``fast``), or the rounded values in bf16.
-Routed pairs and the rows of the shared expert may share a launch.
+Routed pairs and the rows of the shared expert may share a launch. Apart from that, the shared expert's rounded values
+may leave under one power of two per row.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.formats.e4m3 import e4m3_code, e4m3_round, q8_groups
+from deepinfer.kernels.dense.row_scaled import RowCodes
+from deepinfer.kernels.formats.e4m3 import e4m3_code, e4m3_round, e4m3_row, q8_groups
 from deepinfer.kernels.formats.float32 import power_of_two
 from deepinfer.kernels.moe.expert_blocks import ExpertBlocks
 
@@ -184,3 +186,30 @@ def swiglu_quantized(
     scales = torch.empty(rows, num_scales, dtype=torch.float32, device=gate_up.device)
     _launch(gate_up, limit, weights, experts, order, clear, codes, scales, None, shared, shared_out)
     return codes, scales
+
+
+@triton.jit
+def _row_codes_kernel(gate_up_ptr, codes_ptr, scales_ptr, limit, width: tl.constexpr, GROUPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    inside = columns < width
+    at = gate_up_ptr + row * 2 * width + columns
+    gate = tl.load(at, inside, other=0.0).to(tl.float32)
+    up = tl.load(at + width, inside, other=0.0).to(tl.float32)
+    _, rounded, exponent = q8_groups(_activation(gate, up, limit))
+    codes, exponent = e4m3_row(rounded * power_of_two(exponent)[:, None])
+    tl.store(codes_ptr + row * width + columns, codes, inside)
+    tl.store(scales_ptr + row, power_of_two(exponent))
+
+
+def swiglu_row_codes(gate_up: Tensor, limit: float) -> RowCodes:
+    """:func:`swiglu_rounded` of the shared expert, as codes with one scale per row."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    assert width % GROUP == 0, f"{width=} is no multiple of {GROUP}"
+    assert gate_up.is_contiguous()
+    made = RowCodes.empty(1, rows, width, gate_up.device)
+    groups = triton.next_power_of_2(width // GROUP)
+    _row_codes_kernel[(rows,)](
+        gate_up, made.codes, made.scales, limit, width, GROUPS=groups, num_warps=min(16, max(1, groups // 16))
+    )
+    return made

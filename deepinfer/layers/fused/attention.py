@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from deepinfer.config.layer_plan import LayerPlan
 from deepinfer.config.model import TextConfig
-from deepinfer.kernels.attention.query_key import query_key, store_ring
-from deepinfer.kernels.attention.sparse_attention import sparse_attention
+from deepinfer.kernels.attention.query_key import query_key, query_key_codes, store_ring
+from deepinfer.kernels.attention.sparse_attention import EntryFormat, sparse_attention, sparse_attention_codes
 from deepinfer.kernels.dense.linear import Fp8Linear, GroupedFp8Linear
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.hyper_connection.parts import SplitSums, Update
 from deepinfer.layers.caches import LayerCaches
 from deepinfer.layers.fused.compressor import Compressor
 from deepinfer.layers.fused.indexer import Indexer
-from deepinfer.layers.fused.residual import SublayerInput
+from deepinfer.layers.fused.residual import InputForms, SublayerInput
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
 from deepinfer.ops.records import Fp8Record, RecordStore
@@ -42,46 +44,57 @@ class Attention:
         self.compressor = Compressor(config, plan, weights) if plan.owns_kv else None
         self.indexer = Indexer(config, plan, weights) if plan.owns_indexer else None
 
+    def input_forms(self, rows: int) -> InputForms:
+        """What :meth:`forward` reads of an input of ``rows`` rows."""
+        takes_codes = self.query_and_key.takes_codes(rows, invariant=self.invariant)
+        return InputForms(rounded=not takes_codes, row_codes=takes_codes)
+
     def forward(self, inputs: SublayerInput, step: FusedStep, caches: Sequence[LayerCaches]) -> Update:
         """The sublayer's output ``[rows, hidden]``, maybe in parts; entries of these rows are published before."""
         rows, own = step.rows, caches[self.plan.layer_id]
         cos, sin = rows.angles(self.plan.ratio)
-        projected = self.query_and_key.forward(inputs.rounded, overlap=True, invariant=self.invariant)
+        projected = self.query_and_key.forward(inputs.operand, overlap=True, invariant=self.invariant)
         records = None
         if not rows.keys_first:
             records = own.window.data.new_empty(rows.num_rows, own.window.data.shape[1])
-        _, latent = query_key(
-            projected,
-            self.query_norm,
-            self.key_norm,
-            self.eps,
-            cos,
-            sin,
-            step_records=records,
-            ring=own.window.data if rows.keys_first else None,
-            ring_slot=rows.ring_slot if rows.keys_first else None,
-        )
+        stores: dict[str, Any] = {
+            "step_records": records,
+            "ring": own.window.data if rows.keys_first else None,
+            "ring_slot": rows.ring_slot if rows.keys_first else None,
+        }
+        given = (projected, self.query_norm, self.key_norm, self.eps, cos, sin)
+        latent: Tensor | RowCodes
+        if self.query.takes_codes(rows.num_rows, invariant=self.invariant):
+            latent = query_key_codes(*given, **stores)
+        else:
+            _, latent = query_key(*given, **stores)
         queries = self.query.forward(latent, overlap=True, invariant=self.invariant)
         width = self.heads * self.head_dim
         entries, entry_slots = self._selection(inputs.x, queries[:, width:], step, caches)
-        context = sparse_attention(
+        entry_format: EntryFormat = "fp4"
+        if entries is not None and isinstance(entries.format, Fp8Record):
+            entry_format = "fp8"
+        attended = (
             queries[:, :width].view(-1, self.heads, self.head_dim),
             own.window.data if records is None else records,
             own.window.data,
             rows.window_index,
             None if entries is None else entries.data,
-            "fp8" if entries is not None and isinstance(entries.format, Fp8Record) else "fp4",
+            entry_format,
             entry_slots,
             self.sink,
             cos,
             sin,
-            quantize_output=True,
-            split_weights=self.split_weights,
-            invariant=self.invariant,
         )
+        context: Tensor | RowCodes
+        if self.output_a.takes_codes(rows.num_rows, invariant=self.invariant):
+            context = sparse_attention_codes(*attended, self.groups, split_weights=self.split_weights)
+        else:
+            context = sparse_attention(
+                *attended, quantize_output=True, split_weights=self.split_weights, invariant=self.invariant
+            )
         if records is not None:
             store_ring(records, rows.ring_slot, own.window.data)
-        context = context.view(-1, self.groups, context.shape[1] // self.groups)
         # Either product can round what is between them; where the second converts it anyway, that is the cheaper place.
         second = self.output_b.can_quantize_input(len(context), invariant=self.invariant)
         low = self.output_a.forward(context, quantize_output=not second, overlap=True, invariant=self.invariant)

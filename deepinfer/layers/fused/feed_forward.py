@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.dense.linear import BESIDE_ROWS, Fp8Linear
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Update
 from deepinfer.kernels.moe.expert_sum import sum_experts
 from deepinfer.kernels.moe.experts import ExpertInput, RoutedExperts
 from deepinfer.kernels.moe.router import Router
-from deepinfer.layers.fused.residual import SublayerInput
+from deepinfer.kernels.moe.swiglu import swiglu_row_codes
+from deepinfer.layers.fused.residual import InputForms, SublayerInput
 from deepinfer.layers.fused.step import FusedStep
 from deepinfer.layers.fused.weights import PackedSource
 
@@ -39,6 +41,13 @@ class FeedForward:
         self.gate_up = Fp8Linear(*weights.fp8(*shared), is_fast=weights.is_fast)
         self.down = Fp8Linear(*weights.fp8("shared_experts.w2.weight"), is_fast=weights.is_fast)
 
+    def input_forms(self, rows: int) -> InputForms:
+        """What :meth:`forward` reads of an input of ``rows`` rows."""
+        wants_codes = self.experts.wants_codes
+        row_codes = not wants_codes and self.gate_up.takes_codes(rows, invariant=self.invariant)
+        rounded = not (row_codes and self.experts.takes_row_codes(rows))
+        return InputForms(rounded, wants_codes, row_codes)
+
     def forward(self, inputs: SublayerInput, step: FusedStep, is_image: Tensor | None = None) -> Update:
         """Outputs of the chosen experts and of the shared one, each rounded to bf16, not yet added up.
 
@@ -46,7 +55,7 @@ class FeedForward:
             is_image: bool or uint8 ``[rows]``, rows of image spans; None in steps without any.
         """
         rows, experts = inputs.x.shape[0], self.experts
-        given = ExpertInput(inputs.x, inputs.codes, inputs.scales, inputs.rounded)
+        given = ExpertInput(inputs.x, inputs.codes, inputs.scales, inputs.rounded, inputs.row_codes)
         routing = self.router.forward(
             inputs.x,
             positions=step.rows.positions,
@@ -56,12 +65,16 @@ class FeedForward:
         )
         # The router was launched since the input was made: this product runs beside it.
         gate_up = self.gate_up.forward(
-            inputs.rounded, dtype=torch.float32, overlap=True, beside=True, invariant=self.invariant
+            inputs.operand, dtype=torch.float32, overlap=True, beside=True, invariant=self.invariant
         )
-        routed = experts.forward(given, routing, gate_up)
-        assert routed.shared_inner is not None
+        inner: Tensor | RowCodes | None = None
+        if self.down.takes_codes(rows, invariant=self.invariant):
+            inner = swiglu_row_codes(gate_up, experts.limit)
+        routed = experts.forward(given, routing, gate_up if inner is None else None)
+        inner = routed.shared_inner if inner is None else inner
+        assert inner is not None
         shared = self.down.forward(
-            routed.shared_inner,
+            inner,
             overlap=True,
             beside=routed.is_inner_older and rows > BESIDE_ROWS,
             invariant=self.invariant,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.attention.query_key import key_records, norm_rounded, query_key, store_ring
+from deepinfer.kernels.attention.query_key import key_records, norm_rounded, query_key, query_key_codes, store_ring
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.ops import number_formats as nf
 from deepinfer.ops.norm import rms_norm
 from deepinfer.ops.records import Fp8Record
@@ -85,6 +86,27 @@ def test_partial_sums_are_added_and_rounded_once(device: torch.device):
         results += [*query_key(form, query_norm, key_norm, EPS, cos, sin, step_records=records), records]
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.filterwarnings("ignore:All-NaN")
+def test_codes_are_those_of_the_rounded_latent(rows: int, device: torch.device):
+    projected, query_norm, key_norm, cos, sin = _inputs(rows, device)
+    projected[0] *= torch.exp2(torch.randint(-24, 4, (projected.shape[1],)).float()).to(device)
+    if rows > 1:
+        projected[2] = 0
+        projected[3, 5] = torch.nan
+    stores = [torch.zeros(rows, KEY + KEY // 32, dtype=torch.uint8, device=device) for _ in range(2)]
+    given = projected, query_norm, key_norm, EPS, cos, sin
+    _, rounded = query_key(*given, step_records=stores[0])
+    found, expected = query_key_codes(*given, step_records=stores[1]), RowCodes.of(rounded)
+    known = torch.arange(rows) != 3
+    assert torch.equal(found.codes[:, known], expected.codes[:, known])
+    assert torch.equal(found.scales[:, known], expected.scales[:, known])
+    assert torch.equal(stores[0][known], stores[1][known])
+    assert found.codes[0, 0].any()
+    if rows > 1:
+        assert ((found.codes[0, 3] & 0x7F) == 0x7F).all()
 
 
 def test_parts_alone_equal_the_whole(device: torch.device):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.attention.sparse_attention import sparse_attention
+from deepinfer.kernels.attention.sparse_attention import sparse_attention, sparse_attention_codes
 from deepinfer.ops import number_formats as nf
 from deepinfer.ops import rope
 from deepinfer.ops.attention import _attend
@@ -184,3 +184,17 @@ def test_nothing_is_written_beside_the_output(device):
     assert case.run(out=room[1:4]).data_ptr() == room[1:4].data_ptr()
     assert (room[[0, 4]] == 7).all()
     assert torch.equal(room[1:4], case.run())
+
+
+def test_codes_stand_for_the_rounded_output(device):
+    case = make_case(5, heads=6, device=device)
+    made = sparse_attention_codes(
+        case.q, case.step_records, case.ring, case.window_index, case.entries, "fp4", case.entry_slots,
+        case.sink, case.cos, case.sin, 3,
+    )  # fmt: skip
+    values = case.run(True).view(5, 3, 256).transpose(0, 1)
+    assert made.codes.shape == values.shape
+    kept = values.abs() >= 2.0**-6 * made.scales[:, :, None]
+    found = made.codes.view(torch.float8_e4m3fn).float() * made.scales[:, :, None]
+    assert torch.equal(found[kept], values.float()[kept])
+    assert (found - values.float()).abs().max() <= 2.0**-10 * made.scales.max()

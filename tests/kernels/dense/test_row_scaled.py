@@ -277,6 +277,27 @@ def test_an_input_is_rounded_on_the_way(products, device):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("groups", [1, 3])
+def test_codes_take_the_place_of_an_input(groups, products, device):
+    weight, x = random_weight(groups * 32, 96), nf.q8_round(spread_input(5, groups * 96)).bfloat16().to(device)
+    linear = Fp8Linear(*on(device, weight), groups=groups, plan=(), is_fast=True)
+    given = row_scaled.RowCodes.of(x, groups)
+    assert len(given) == 5
+    assert all(scales.data_ptr() % 16 == 0 for scales in given.scales)
+    expected = linear(x)
+    out = torch.full_like(expected, torch.nan)
+    assert linear.takes_codes(5)
+    assert linear(given, out) is out
+    assert torch.equal(out, expected)
+    some = torch.tensor([4, 0, 2], device=device)
+    assert torch.equal(linear(given.of_rows(some), quantize_output=True), linear(x[some], quantize_output=True))
+    assert products == [5] * 2 * groups + [3] * 2 * groups
+    with pytest.raises(AssertionError, match="not multiplied in FP8"):
+        linear(given, invariant=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("many")
 def test_any_codes_stay_near_the_exact_product(products, device):
     weight, x = random_weight(64, 256), nf.q8_round(spread_input(9, 256)).bfloat16()
     linear = Fp8Linear(*on(device, weight), plan=(), is_fast=True)

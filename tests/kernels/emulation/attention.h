@@ -104,6 +104,11 @@ static void store_global(u16* p, const uint4& v) {
   std::memcpy(p, &v, 16);
 }
 static void store_shared(u32 to, u32 a, u32 b, u32 c, u32 d) { *(uint4*)at(to) = {a, b, c, d}; }
+static void store_codes(u8* p, u32 a, u32 b) {
+  if ((uintptr_t)p % 8) fail("misaligned codes");
+  const u32 v[2] = {a, b};
+  std::memcpy(p, v, 8);
+}
 static uint4 load_shared(u32 from) { return *(uint4*)at(from); }
 
 // ---------------------------------------------------------------- matrix instructions
@@ -175,6 +180,29 @@ static u32 times(u32 a, u32 b) {
 }
 static float exp2_fast(float x) { return exp2f(x); }
 static float2 round_e4m3(float low, float high) { return {round_e4m3(low), round_e4m3(high)}; }
+static u32 code_of(float x) {
+  if (std::isnan(x)) return 0x7F;
+  const float value = std::fabs(round_e4m3(x));
+  const u32 code = value < 0.015625f ? (u32)(value * 512) : (__float_as_uint(value) >> 20) - 960;
+  return code | (std::signbit(x) ? 0x80 : 0);
+}
+static float value_of(u32 code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  const float size = exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp((float)fraction, -9);
+  return (code & 0x7F) == 0x7F ? NAN : code & 0x80 ? -size : size;
+}
+static float round_half(float x) {  // of a magnitude below 2^16; NaN stays NaN
+  const float spacing = std::ldexp(1.0f, (x == 0 || std::isnan(x) ? -14 : max(std::ilogb(x), -14)) - 10);
+  return std::copysign(std::nearbyint(std::fabs(x) / spacing) * spacing, x);
+}
+static u32 to_e4m3(float low, float high) { return code_of(low) | code_of(high) << 8; }
+static u32 half_twice(float x) { return __float_as_uint(round_half(x)); }  // stands for two halves
+static u32 times_half(u32 codes, u32 factor) {
+  u32 result = 0;
+  for (int i = 0; i < 32; i += 8)
+    result |= code_of(round_half(value_of(codes >> i & 0xFF) * __uint_as_float(factor))) << i;
+  return result;
+}
 
 // ---------------------------------------------------------------- launch
 
@@ -182,7 +210,12 @@ static float2 round_e4m3(float low, float high) { return {round_e4m3(low), round
   const u16 *query, const u8 *step_records, const u8 *ring, const int *window_index, const u8 *entries,               \
       const int *entry_slots, const float *sink, const float *cosines, const float *sines, u16 *out, int rows,        \
       int query_stride, int width, int num_selected, int quantize
-extern "C" void sparse_attention(KERNEL_ARGUMENTS);
+#if GROUP_HEADS
+#define SCALES(declaration) , declaration
+#else
+#define SCALES(declaration)
+#endif
+extern "C" void sparse_attention(KERNEL_ARGUMENTS SCALES(float *scales));
 static void (*entry)();
 static void run_fiber() {
   entry();

@@ -18,6 +18,7 @@ template <class T> static void load_older(T& to, const void* from) {
 
 static u32 pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static u32 code_of(float x) {
+  if (std::isnan(x)) return 0x7F;
   const u32 bits = __float_as_uint(x), exponent = std::max(bits >> 23 & 0xFF, 121u);
   const float anchor = __uint_as_float((exponent + 20) << 23 | 0x400000);
   const volatile float moved = x + anchor;
@@ -26,6 +27,7 @@ static u32 code_of(float x) {
   return (magnitude < 121u << 23 ? (u32)(value * 512) : (magnitude >> 20) - 960) | (bits >> 24 & 0x80);
 }
 static float value_of(u32 code) {
+  if ((code & 0x7F) == 0x7F) return NAN;
   const float value = std::ldexp((float)(code & 7 | (code & 0x78 ? 8 : 0)), std::max((int)(code >> 3 & 15), 1) - 10);
   return code & 0x80 ? -value : value;
 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.hyper_connection import launches_cuda as cuda
 from deepinfer.kernels.hyper_connection.finish import hc_finish
 from deepinfer.kernels.hyper_connection.launches_cuda import FinishShape, Shape
@@ -198,3 +199,34 @@ def test_no_number_of_rows_changes_the_kernels_sums(device: torch.device):
         results.append([done.trunk, done.h, *found[:4], *found.mixes])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("hidden", [256, 1536, 2816])
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.filterwarnings("ignore:All-NaN")
+def test_row_codes_are_those_of_the_rounded_values(rows: int, hidden: int, device: torch.device):
+    trunk, read = plain._trunk(rows, hidden, device), plain._mixes(rows, device).read
+    trunk[0] *= torch.exp2(torch.randint(-20, 4, (hidden // 32,)).float()).repeat_interleave(32).to(device)
+    if rows > 1:
+        trunk[2], trunk[4, :, 7] = 0, torch.nan
+    done = hc_write_read(trunk, read, plain._fn(hidden, device))
+    norm = (torch.rand(hidden) + 0.5).bfloat16().to(device)
+    scale, base = torch.ones(3).to(device), torch.randn(24).to(device)
+    parameters = norm, scale, base, plain.NORM_EPS, plain.HC_EPS, plain.ITERATIONS
+    usual = hc_finish(done.partial, done.h, *parameters)
+    expected = RowCodes.of(usual.xq)
+    for wants_xq in (True, False):
+        for shape in (None, FinishShape(4, True)):
+            options = {"wants_xq": wants_xq, "wants_row_codes": True, "shape": shape}
+            found = hc_finish(done.partial, done.h, *parameters, **options)
+            known = torch.arange(rows) != 4  # a row that is not a number has any scale
+            assert torch.equal(found.row_codes.scales[:, known], expected.scales[:, known])
+            assert torch.isfinite(found.row_codes.scales).all()
+            assert torch.equal(found.row_codes.codes, expected.codes)
+            assert (found.xq is not None) == wants_xq
+            for one, other in zip((found.x, *found.mixes), (usual.x, *usual.mixes), strict=True):
+                assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    assert found.row_codes.codes[0, 0].any()
+    if rows > 1:
+        assert found.row_codes.scales[0, 2] == 2.0**-22
+        assert ((found.row_codes.codes[0, 4] & 0x7F) == 0x7F).all()

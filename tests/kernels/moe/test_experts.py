@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.checkpoint.stored import StoredTensor
 from deepinfer.checkpoint.tensor_specs import Kind
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.moe.expert_blocks import order_pairs
 from deepinfer.kernels.moe.expert_inputs import quantize_activation, round_activation, scales_from_bytes
 from deepinfer.kernels.moe.expert_sum import sum_experts
@@ -17,7 +18,7 @@ from deepinfer.kernels.moe.experts import ExpertInput, PackedExperts, build_expe
 from deepinfer.kernels.moe.experts_humming import HummingExperts, scale_span
 from deepinfer.kernels.moe.experts_triton import grouped_product
 from deepinfer.kernels.moe.router import Routing
-from deepinfer.kernels.moe.swiglu import swiglu_quantized, swiglu_rounded
+from deepinfer.kernels.moe.swiglu import swiglu_quantized, swiglu_rounded, swiglu_row_codes
 from deepinfer.ops.moe import ExpertWeights, moe
 from deepinfer.ops.number_formats import q4u_decode, q8, q8_decode, q8_round, scale_from_byte
 
@@ -71,6 +72,21 @@ def test_a_scale_per_row_keeps_rows_within_half_a_step(device):
     values = codes[:number].view(torch.float8_e4m3fn).float() * scales[:number]
     largest = x.float().abs().amax(-1, keepdim=True)
     assert ((values - x[source].float()).abs() <= largest[source] / 28 + 1e-6).all()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (5, 96), (3, 2304)])
+def test_activations_as_codes_of_whole_rows(rows, width, device):
+    torch.manual_seed(width)
+    gate_up = torch.randn(rows, 2 * width) * torch.exp2(torch.randint(-12, 6, (2 * width,)).float())
+    gate_up[rows // 2, 0] = 0
+    gate_up = gate_up.to(device)
+    if rows == 5:
+        gate_up[3] = 0
+    found, expected = swiglu_row_codes(gate_up, LIMIT), RowCodes.of(swiglu_rounded(gate_up, LIMIT))
+    assert found.codes.shape == (1, rows, width)
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scales, expected.scales)
+    assert found.codes[0, 0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepinfer.kernels import nvrtc
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.moe import experts_hopper, packing
 from deepinfer.kernels.moe.expert_blocks import order_pairs
 from deepinfer.kernels.moe.experts import ExpertInput, PackedExperts, build_experts
@@ -93,6 +94,7 @@ def test_fast_takes_fp8_for_many_rows(invariant, monkeypatch):
     experts = build_experts(gate_up, down, TOP, LIMIT, precision="fast", way="hopper", batch_invariant=invariant)
     experts.forward(given, routing)
     assert "moe_fp8.cu" not in sources  # too few pairs
+    assert not experts.takes_row_codes(rows)
     sources.clear()
     monkeypatch.setattr(experts_hopper, "MIN_FP8_PAIRS", pairs)
     found = experts.forward(given, routing)
@@ -101,6 +103,12 @@ def test_fast_takes_fp8_for_many_rows(invariant, monkeypatch):
     assert ((values - expected).norm() / expected.norm()) < 5e-3
     assert ("moe_fp8.cu" in sources) != invariant
     assert ("moe_wgmma.cu" in sources) == invariant
+    assert experts.takes_row_codes(rows) != invariant
+    if not invariant:
+        by_codes = experts.forward(ExpertInput(torch.full_like(x, torch.nan), row_codes=RowCodes.of(x)), routing)
+        assert torch.equal(by_codes.values[found.place.long()].float(), values)
+        experts.uses_fast = False
+        assert not experts.takes_row_codes(rows)
 
 
 def test_repacking_in_place_gives_the_same_tiles():

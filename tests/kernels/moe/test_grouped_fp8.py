@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvrtc
+from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.kernels.moe import grouped_fp8, packing
 from deepinfer.kernels.moe.expert_blocks import order_pairs
 from deepinfer.kernels.moe.grouped_fp8 import GroupedFp8Experts, GroupedProduct, Lines, Tile
@@ -25,8 +26,14 @@ pytestmark = pytest.mark.skipif(
 )
 ENTRY = {
     "moe_fp8": "moe_fp8(*(const Arguments*)v[0]);",
-    "moe_fp8_gather": """moe_fp8_gather((const uint4*)v[0], (const int*)v[1], (const float*)v[2], (char*)v[3],
-        (float*)v[4], (float*)v[5], (int*)v[6], *(int*)v[7]);""",
+    "moe_fp8_gather": """void** w = v + GATHER;
+#if GATHER == 2
+    moe_fp8_gather((const uint4*)v[0], (const float*)v[1],
+#else
+    moe_fp8_gather((const uint4*)v[0],
+#endif
+        (const int*)w[0], (const float*)w[1], (char*)w[2], (float*)w[3], (float*)w[4], (int*)w[5], *(int*)w[6]);
+    """,
     "moe_fp8_align": """moe_fp8_align((char*)v[0], (const u8*)v[1], (float*)v[2], (const int*)v[3], *(int*)v[4]);""",
 }
 SECTION = {"moe_fp8": "the product", "moe_fp8_gather": "gather", "moe_fp8_align": "one power for a row"}
@@ -115,8 +122,8 @@ def one_power(rows: Tensor) -> Tensor:
     return (rows.float() / power).to(torch.float8_e4m3fn).float() * power
 
 
-def poisoned_gather(x: Tensor, weights: Tensor, blocks) -> tuple[Lines, Tensor, Tensor]:
-    counters = torch.full((2,), 9, dtype=torch.int32, device=x.device)
+def poisoned_gather(x: Tensor | RowCodes, weights: Tensor, blocks) -> tuple[Lines, Tensor, Tensor]:
+    counters = torch.full((2,), 9, dtype=torch.int32, device=weights.device)
     return *grouped_fp8.gather(x, weights, blocks, counters), counters
 
 
@@ -138,6 +145,22 @@ def test_gathered_lines_are_the_rows_of_the_pairs(hidden, spread, device):
     if not spread:
         assert torch.equal(found, x[pairs // top].float())
     assert torch.equal(ordered_weights[places], weights.flatten()[pairs])
+    assert counters.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("hidden", [128, 640])
+def test_codes_are_gathered_as_their_values_are(hidden, device):
+    rows, top = 21, 3
+    x = q8_round(torch.randn(rows, hidden).bfloat16()).bfloat16().to(device)
+    x[3], x[4, 5] = 0, torch.nan
+    weights = torch.rand(rows, top, device=device)
+    blocks = order_pairs(chosen_experts([0, 1, 20, 9], rows, top, device), 4, 8)
+    expected, expected_weights, _ = poisoned_gather(x, weights, blocks)
+    found, ordered_weights, counters = poisoned_gather(RowCodes.of(x), weights, blocks)
+    places, _ = used(blocks)
+    assert torch.equal(found.codes[:, places], expected.codes[:, places])
+    assert torch.equal(found.powers[places], expected.powers[places])
+    assert torch.equal(ordered_weights[places], expected_weights[places])
     assert counters.tolist() == [0, 0]
 
 
