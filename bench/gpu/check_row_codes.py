@@ -48,11 +48,12 @@ def two_steps(values: Tensor, groups: int = 1) -> None:
         row_codes(part)
 
 
-def compare(name: str, found: RowCodes, values: Tensor, groups: int = 1) -> None:
+def compare(name: str, found: RowCodes, values: Tensor, groups: int = 1, limit: float = 0.0) -> None:
+    """``limit``: of the share that may differ."""
     expected = RowCodes.of(values, groups)
     codes = (found.codes != expected.codes).float().mean().item()
     scales = (found.scales != expected.scales).float().mean().item()
-    report(name, codes == scales == 0, f"share of codes that differ {codes:.1e}, of scales {scales:.1e}")
+    report(name, max(codes, scales) <= limit, f"share of codes that differ {codes:.1e}, of scales {scales:.1e}")
 
 
 def compare_times(name: str, rows: int, ways: dict[str, Callable[[int], Any]]) -> None:
@@ -137,7 +138,9 @@ def check_small(rows: int) -> None:
     def latent(make: Callable[..., Any], i: int) -> Any:
         return make(projected[i % NUM_INPUTS], *norms, NORM_EPS, *angles, step_records=records)
 
-    compare(f"latent rows {rows}", latent(query_key_codes, 0), latent(query_key, 0)[1])
+    # Triton lays the threads of its two kernels out apart, so the squares under the norm are added in another order: a
+    # value next to a rounding boundary may fall on its other side.
+    compare(f"latent rows {rows}", latent(query_key_codes, 0), latent(query_key, 0)[1], limit=1e-6)
     ways: dict[str, Callable[[int], Any]] = {
         "codes": lambda i: latent(query_key_codes, i),
         "two steps": lambda i: two_steps(latent(query_key, i)[1]),

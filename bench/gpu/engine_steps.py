@@ -99,6 +99,15 @@ def gpu_work(run: Any, repeats: int) -> tuple[float, dict[str, float], dict[str,
     return busy / repeats / 1e3, calls, kernels
 
 
+def _wake(seconds: float = 0.5) -> None:
+    """Bring the clocks up again: while the first prompt compiles kernels the GPU rests for seconds."""
+    matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        torch.mm(matrix, matrix)
+        torch.cuda.synchronize()
+
+
 def _num_tokens(engine: Engine, names: list[str]) -> int:
     """Tokens that these requests have got."""
     outputs = [engine.get(name) for name in names]
@@ -118,6 +127,7 @@ def measure(
         engine.run_step()
         engine.run_step()  # steps are committed one step later
     prefill_s = time.perf_counter() - begin
+    _wake()
     for _ in range(8):
         engine.run_step()
     torch.cuda.synchronize()

@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from deepinfer.errors import EngineError
 
@@ -31,6 +32,16 @@ COMMANDS: dict[str, str] = {
     "demo": "generate from a few prompts with a small model",
 }
 """Name and help; the module is the name with underscores."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in three lines, like every other error, instead of after pages of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        print("  why: the command does not take that", file=sys.stderr)
+        print(f"  fix: `{self.prog} --help` lists the arguments and the form of their values", file=sys.stderr)
+        self.exit(2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser, with the arguments of ``command`` filled in; the other commands only show their help line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="deepinfer",
         description="Inference engine for DeepSeek-V4.1-Flash.",
         epilog="deepinfer COMMAND --help lists what a command takes; docs/cli.md has examples.",

@@ -61,7 +61,10 @@ def test_malformed_arguments_exit_with_two(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments.split())
     assert caught.value.code == 2
-    assert arguments.split()[-1] in capsys.readouterr().err
+    what, why, fix = capsys.readouterr().err.splitlines()
+    assert arguments.split()[-1] in what
+    assert why.startswith("  why: ")
+    assert fix.startswith("  fix: ")
 
 
 def test_the_help_of_the_program_does_not_load_torch():

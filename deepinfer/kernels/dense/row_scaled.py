@@ -3,8 +3,9 @@
 Tensor cores take e4m3 codes and no scale per group, so both operands are brought to one power of two per row: of the
 activations, and of the weights (one for the 32 rows of a tile). e4m3 is a float format: under powers of two it keeps
 its three mantissa bits, and the model's own values, codes of groups of 32, are the same values with the scale of the
-row. That holds down to 2**-6 of the row's scale, which is 2**-14.8 of its largest value; what lies below is rounded
-to a multiple of 2**-9 of the scale, with an error of at most 2**-18.8 of the largest. Operands are thus nearly exact.
+row. That holds down to 2**-6 of the row's scale, and the largest value is between 224 and 448 times the scale: so down
+to 2**-13.8 of the largest, or 2**-14.8 at best. What lies below is rounded to a multiple of 2**-9 of the scale, with an
+error of at most 2**-17.8 of the largest. Operands are thus nearly exact.
 What differs from ``faithful`` is the accumulator: FP8 tensor cores add with about 14 bits. cuBLAS moves their sums to
 float32 every few steps unless ``FAST_ACCUMULATION`` lets them run on.
 

@@ -189,7 +189,7 @@ def swiglu_quantized(
 
 
 @triton.jit
-def _row_codes_kernel(gate_up_ptr, codes_ptr, scales_ptr, limit, width: tl.constexpr, GROUPS: tl.constexpr):
+def _swiglu_row_codes_kernel(gate_up_ptr, codes_ptr, scales_ptr, limit, width: tl.constexpr, GROUPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = columns < width
@@ -209,7 +209,7 @@ def swiglu_row_codes(gate_up: Tensor, limit: float) -> RowCodes:
     assert gate_up.is_contiguous()
     made = RowCodes.empty(1, rows, width, gate_up.device)
     groups = triton.next_power_of_2(width // GROUP)
-    _row_codes_kernel[(rows,)](
+    _swiglu_row_codes_kernel[(rows,)](
         gate_up, made.codes, made.scales, limit, width, GROUPS=groups, num_warps=min(16, max(1, groups // 16))
     )
     return made
