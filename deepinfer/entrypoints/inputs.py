@@ -78,7 +78,9 @@ def prepare_prompt(prompt: Prompt, index: int, tokenizer: Tokenizer | None, voca
     text: str | None = None
     ids: Any = prompt
     if isinstance(prompt, Mapping):
-        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+        if prompt.get("multi_modal_data") is not None:
+            raise RequestError(field, dict(prompt), why="images are not supported yet", fix="send text only")
+        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"})
         if unknown or not prompt:
             raise RequestError(
                 field, dict(prompt), why="a prompt has the keys prompt and prompt_token_ids", fix="use one of them"

@@ -64,6 +64,8 @@ def test_a_mistake_that_can_be_seen_beforehand_queues_nothing(llm, prompts, para
 def test_images_are_refused(llm):
     with pytest.raises(RequestError, match="images"):
         _generate(llm, ["x"], SHORT, multi_modal_data={"image": object()})
+    with pytest.raises(RequestError, match="images are not supported yet"):
+        _generate(llm, [{"prompt": "x", "multi_modal_data": {"image": object()}}], SHORT)
 
 
 def test_as_many_id_lists_as_prompts(llm):
