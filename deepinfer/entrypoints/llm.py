@@ -5,7 +5,7 @@ The engine runs inside the calls of this class. Threads take turns: a second cal
 
 from __future__ import annotations
 
-import threading
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +29,7 @@ from deepinfer.entrypoints.inputs import (
     prepare_prompt,
 )
 from deepinfer.entrypoints.interrupts import interrupt_after
+from deepinfer.entrypoints.turns import Turn
 from deepinfer.errors import EngineError, RequestError
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.tokenizer.chat import encode_chat
@@ -73,7 +74,7 @@ class LLM:
         config, reasons = resolve({"model": model, **engine_args}, read_environment())
         engine, more = build_engine(config, ops_pins=ops, progress=progress)
         self._engine: Engine | None = engine
-        self._turn = threading.RLock()
+        self._turn = Turn()
         self.reasons: tuple[Reason, ...] = (*reasons, *more)
         """Why each option that was left open has its value."""
 
@@ -92,9 +93,10 @@ class LLM:
 
     def close(self) -> None:
         """Give back the memory and end the processes of structured output. Safe to call twice."""
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = None
+        with self._turn:
+            if self._engine is not None:
+                self._engine.close()
+            self._engine = None
 
     def __enter__(self) -> LLM:
         return self
@@ -228,6 +230,7 @@ class LLM:
                 while len(results) < len(prompts):
                     with interrupt_after():
                         engine.run_step()
+                    self._turn.run_errands()
                     bar.update(collect())
             except BaseException as error:
                 # Whatever went wrong, the engine must not go on with requests that nobody waits for.
@@ -243,9 +246,7 @@ class LLM:
             return [results[index] for index in range(len(prompts))]
 
 
-def _stream(
-    engine: Engine, turn: threading.RLock, prompt: PreparedPrompt, params: SamplingParams
-) -> Iterator[StreamDelta]:
+def _stream(engine: Engine, turn: Turn, prompt: PreparedPrompt, params: SamplingParams) -> Iterator[StreamDelta]:
     # Queued here, at the first item: a stream that nobody starts would never be closed either.
     with turn:
         request_id = engine.add_request(prompt.ids, params, prompt=prompt.text)
@@ -254,17 +255,22 @@ def _stream(
         is_finished = False
         while not is_finished:
             with turn:
-                is_finished = engine.is_finished(request_id)  # by a step that somebody else ran, or without any
-                if not is_finished:
+                deltas = list(engine.take_deltas(mine))  # of steps that somebody else ran
+                if not deltas and not engine.is_finished(request_id):
                     with interrupt_after():
                         engine.run_step()
-                deltas = list(engine.take_deltas(mine))
+                    deltas = list(engine.take_deltas(mine))
+                is_finished = engine.is_finished(request_id)
             yield from deltas
     finally:
-        with turn:
-            if engine.abort(request_id):
-                engine.take_changes(mine)
-            engine.drain()
+        turn.leave(functools.partial(_abandon, engine, request_id))
+
+
+def _abandon(engine: Engine, request_id: str) -> None:
+    """End a request whose stream was closed, if it has not ended."""
+    if engine.abort(request_id):
+        engine.take_changes((request_id,))
+    engine.drain()
 
 
 def _refuse_images(data: object) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -224,6 +225,50 @@ def test_threads_take_turns(llm):
     for thread in threads:
         thread.join(timeout=60)
     assert found == expected
+
+
+def test_a_stream_that_is_left_during_another_threads_call_ends_within_a_step(llm):
+    """Leaving it must not wait: a Ctrl-C in that wait would leave the request to everybody after."""
+    stream = llm.stream("The sea", SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+    next(stream)
+    began, outputs = threading.Event(), []
+    run_step = llm.engine.run_step
+
+    def noted() -> None:
+        began.set()
+        run_step()
+
+    llm.engine.run_step = noted
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        thread = threading.Thread(target=lambda: outputs.extend(_generate(llm, ["x"], params)))
+        thread.start()
+        began.wait(60)
+        stream.close()
+        thread.join(60)
+    finally:
+        llm.engine.run_step = run_step
+    assert len(outputs[0].outputs[0].token_ids) == 60
+    assert not llm.engine.has_work()
+
+
+def test_closing_waits_for_the_call_that_runs(model_path):
+    llm = LLM(model_path, **SMALL)
+    outputs, began = [], threading.Event()
+
+    def ask() -> None:
+        began.set()
+        outputs.extend(_generate(llm, ["x"]))
+
+    with llm._turn:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        began.wait(60)
+        while not llm._turn._waiting:
+            time.sleep(0.001)
+    llm.close()
+    thread.join(60)
+    assert outputs[0].finished
 
 
 def test_chat_is_generate_on_the_encoded_conversation(llm):
