@@ -20,6 +20,9 @@ by then too, provided that the kernel before waited for them: it was launched wi
 Hence an exception to the second point: before it waits a kernel may also read what is older than the kernel before it,
 past the L1 cache (``ld.global.cg``, ``cp.async.cg``, the copy engine). A product that is launched ``beside`` the kernel
 before it multiplies meanwhile, and waits before it writes; ``hyper_connection_write_read.cu`` loads the streams.
+(``moe_skinny.cu`` reads the order of pairs through the L1. A line of an earlier order would have to outlive the dozen
+launches in between.) ``tests/worker/test_launch_order.py`` checks
+both over whole steps.
 
 And an exception to the last point: the small Triton kernels of :mod:`deepinfer.kernels.overlap` let the next kernel
 start before they wait themselves, so that it begins to load its weights one kernel earlier. Such a kernel is never

@@ -64,6 +64,8 @@ class FusedRunner(ModelRunner):
     def run(self, plan: StepPlan, trace: dict[str, Tensor] | None = None) -> StepResult:
         """One forward over all rows of ``plan`` (which has at least one). There is no trace of fused layers."""
         assert trace is None, "fused layers keep no intermediates"
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread's own setting, and this may be another than made the runner
         chunks = plan.chunks
         with self.timer.phase("batch"):
             ragged = RaggedRows.of_chunks(chunks)

@@ -43,7 +43,8 @@ class IndexView:
     """Largest ``num_visible`` where the host knows it (no graph); else the tables' capacity is assumed."""
     long_rows: tuple[int, int] = (0, 0)
     """Rows from the first to behind the last one of chunks longer than :data:`MAX_CHUNK_ONE_BY_ONE`, where the host
-    knows the chunks: they share their sequence's keys. The others are scored row by row."""
+    knows the chunks: they share their sequence's keys. The others are scored row by row. (Decoding with 8 drafts and
+    more makes long chunks, too, where it is not a graph.)"""
 
     @property
     def capacity(self) -> int:

@@ -337,7 +337,7 @@ def test_slabs_of_rows_change_nothing(device: torch.device) -> None:
 
 @pytest.mark.parametrize("slab", [2 * 128 * 5, 2 * 128 * 22, 2 * 128 * 64])
 def test_only_rows_of_long_chunks_share_keys(slab: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ways to score may differ in their last bits, so decoding rows keep theirs whatever prompt is beside them."""
+    """The ways to score may differ in their last bits: rows before and behind all long chunks keep theirs."""
     case = make_case(MIXED, device)
     scored: dict[str, int] = {"_score_rows": 0, "_score_chunks": 0}
 
