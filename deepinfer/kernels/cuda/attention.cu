@@ -23,10 +23,7 @@
 // Fp4Record, else Fp8Record), SPLITS (1, 2, 4, 8), SPLIT_WEIGHTS (weights in two bf16 parts), GROUP_HEADS (0, or with
 // SPLITS = 1 the heads whose output shares a power of two and leaves as e4m3 codes: 4, 8 or 16).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define D 512
 #define BLOCK 64                       // keys
@@ -668,6 +665,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
   }
   __syncthreads();
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int role = threadIdx.x / 128;
   if (role == 2) {
     set_registers_down<88>();

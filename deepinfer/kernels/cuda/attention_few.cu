@@ -18,10 +18,7 @@
 // Compile-time constants: H (heads), ROPE (channels that turn, a multiple of 16), FP4 (entries are Fp4Record, else
 // Fp8Record), SPLIT_WEIGHTS (weights in two bf16 parts).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define D 512
 #define THREADS 256
@@ -69,11 +66,9 @@ struct Arguments {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Once in a CTA; after the cluster's barrier others may send to it.
 __device__ __forceinline__ void init_barrier(u64* barrier) {

@@ -1,4 +1,5 @@
 // Instructions of attention.cu: barriers, copies, matrix products, conversions.
+#include "launch.cuh"
 
 // ---------------------------------------------------------------- barriers, copies, matrix instructions
 
@@ -6,10 +7,6 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 
 __device__ __forceinline__ void barrier_init(u64* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
-}
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
 }
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_arrive(u64* barrier) {

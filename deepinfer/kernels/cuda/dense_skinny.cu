@@ -19,9 +19,7 @@
 // LOAD_HINT, EARLY (1: the next kernel may start at once, 0: when this one has read its weights), BESIDE (1: x is older
 // than the kernel before this one, which is waited for only before the outputs are written; EARLY then counts for nothing).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define THREADS (32 * WM * WK)
 #define BLOCK_K (FP8 ? 64 : 32)                    // columns of one packed block
@@ -39,6 +37,8 @@ static_assert(N % 32 == 0 && K % 8 == 0, "shape");
 static_assert(GROUP_N % (32 * WM) == 0 || GROUP_N == N, "a CTA must not straddle two groups");
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ uint4 load_weights(const void* p) {
@@ -121,10 +121,6 @@ __device__ __forceinline__ void store_sum(u32 address, float value) {
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
 }
-
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");

@@ -2,9 +2,7 @@
 // Compile-time constants: K (columns that exist), ROW_SCALED (1: to e4m3 codes with one scale for each 32 rows, see
 // dense/row_scaled.py; 0: to bf16).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
+#include "types.cuh"
 
 #define NUM_CHUNKS ((K + 63) / 64)
 #define WARPS 4

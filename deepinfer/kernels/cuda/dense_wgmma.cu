@@ -16,9 +16,7 @@
 // 192 or 256), SLICES, PARTIAL, STAGES, MIN_CTAS, OUT_F32, QUANTIZE (round the output to FP8 in groups of 32), BESIDE (1:
 // x is older than the kernel before this one, which is waited for only before the outputs are written).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define MT (64 * WGS * MF)
 #define CLUSTER (PARTIAL ? 1 : SLICES)
@@ -46,6 +44,8 @@ struct __align__(64) TensorMap {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
+
 // d[64, NB] += a[64, 16] * b[16, NB], as inline assembly: its operands' names, then the operands.
 #define D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -204,11 +204,6 @@ __device__ __forceinline__ float4 load_sums(u32 address) {
   return v;
 }
 
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
 __device__ __forceinline__ void give_registers() {
 #if REGISTER_BOUND
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
@@ -358,7 +353,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     give_registers();
     if (warp == CONSUMER_WARPS && lane == 0) {
       const int x_column = tile * MT / GROUP_N * K + first * 64;
-      if (!BESIDE) wait_for_earlier_kernels();
+      if (!BESIDE) wait_for_earlier_kernels(), let_next_kernel_start();
       for (int c = 0; c < ahead; ++c)
         copy_activations(x_stages + c * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * c);
       int stage = 0;
@@ -436,7 +431,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     }
 #endif
     wgmma_wait<0>();
-    if (BESIDE) wait_for_earlier_kernels();
+    if (BESIDE) wait_for_earlier_kernels(), let_next_kernel_start();
     // When no consumer reads the ring any more, its memory takes the partial sums [NB][SUM_STRIDE].
     consumer_barrier();
     float* sums = (float*)(unaligned + (base - shared_address(unaligned)));

@@ -1,8 +1,6 @@
 // What the hyper-connection kernels share: numbers, and the machine's instructions. Each kernel's file includes it first.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
+#include "types.cuh"
 
 struct __align__(16) Words { u32 of[4]; };  // 8 bf16
 struct __align__(16) Floats { float of[4]; };
@@ -10,6 +8,8 @@ struct __align__(8) Pair { float of[2]; };
 struct __align__(8) Codes { u32 of[2]; };
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
+
 __device__ __forceinline__ u32 pack(float low, float high) {  // to two bf16
   u32 both;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -35,10 +35,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
 }
 
 // What is older than the kernel before this one may be read before waiting, past the L1.

@@ -18,10 +18,7 @@
 // Compile-time constants: HEADS (16, 32, 64), PER_BLOCK (entries per cache block, a multiple of 8), WGS (consumer
 // warpgroups), N (64, 96 or 128, a multiple of HEADS), STAGES, GROUP (rows, a multiple of N / HEADS), PIECE.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define CHANNELS 128
 #define RECORD 68
@@ -51,6 +48,7 @@ struct __align__(64) TensorMap {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
 #define WGMMA_KIND "k16.f32.bf16.bf16"
 #define WGMMA_LAYOUT ", 0"
 #include "moe_instructions.cuh"
@@ -113,11 +111,6 @@ __device__ __forceinline__ void give_registers() {
 
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
-}
-
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
 }
 
 // ---------------------------------------------------------------- the kernel
@@ -446,6 +439,7 @@ index_chunks(const __grid_constant__ Arguments a, const __grid_constant__ Tensor
     barriers_ready();
   }
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   int* ends = (int*)(shared + ENDS_OFFSET);
   count_units(a, ends, (int*)(shared + WARP_SUMS_OFFSET));
   const int warp = threadIdx.x / 32;

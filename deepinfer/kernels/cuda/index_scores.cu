@@ -16,10 +16,7 @@
 // NUM_BLOCKS (candidate blocks of a row, or 0: all visible entries), BLOCK_SIZE (entries of a candidate block, a multiple
 // of 8).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define WIDTH 128
 #define RECORD 68
@@ -43,6 +40,8 @@ struct Arguments {
   short* out;          // [rows, out_stride]
   int weights_stride, table_stride, out_stride, rows, min_scored;
 };
+
+#include "launch.cuh"
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -189,15 +188,11 @@ __device__ __forceinline__ void score_tile(
   if (t < 2 && key < left) out[key] = order_key(t == 0 ? first : second);
 }
 
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2) score_rows(const Arguments a) {
   extern __shared__ __align__(128) u8 shared[];  // rings of all warps, then ends[rows]
   __shared__ int warp_sums[WARPS];
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   int* ends = reinterpret_cast<int*>(shared + WARPS * STAGES * TILE_BYTES);
   const int warp = threadIdx.x / 32;
   const int total = count_tiles(a, ends, warp_sums);

@@ -14,9 +14,7 @@
 // the rounded activation [pairs, 32 TILES], and the shared expert's activation is made along the way; else y is [pairs, 64
 // TILES]).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define THREADS (32 * WARPS)
 #define TEAMS (WARPS / SPLIT)
@@ -45,6 +43,8 @@ struct Arguments {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ uint4 load_shared(u32 address) {
@@ -77,10 +77,6 @@ template <int HALF> __device__ __forceinline__ u32 times(u32 a, u32 b) {  // two
       "mul.bf16x2 %0, %0, both; }" : "+r"(a) : "r"(b), "n"(HALF));
   return a;
 }
-
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");

@@ -18,9 +18,7 @@
 // of pair_gate_and_up: write the rounded activation as such lines; else rows of bf16), BLOCK (8 or 16), WGS (consumer
 // warpgroups), MF (tiles of each), KT (tiles along K of a stage), NMAX, STAGES, MIN_CTAS.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define CODE_BYTES 2048
 #define TILE_BYTES 2176
@@ -53,6 +51,7 @@ static_assert(NMAX % BLOCK == 0 && NMAX <= 160, "widths");
 #endif
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
 #if !GATHER
 #define WGMMA_KIND "k16.f32.bf16.bf16"
 #define WGMMA_LAYOUT ", 0"
@@ -85,11 +84,6 @@ __device__ __forceinline__ void take_registers() {
 }
 #endif
 
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
 #if GATHER
 // ---------------------------------------------------------------- gather
 // Each row x[row], a thread for 32 columns, to the places of its pairs; with them their route weights.
@@ -98,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 moe_gather(const uint4* x, const int* place, const float* weights, char* ordered, float* ordered_weights, int* counters,
            int capacity) {  // not restrict: what an overlapped kernel reads is written while it runs
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int row = blockIdx.x, half = threadIdx.x;
   if (row == 0 && half < 2) counters[half] = 0;
   int to[TOP];
@@ -364,6 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) moe_wgmma(const 
     barriers_ready();
   }
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   __syncthreads();
   if (warp >= CONSUMER_WARPS) {
     give_registers();

@@ -6,8 +6,7 @@
 //
 // Compile-time constants: HIDDEN (a multiple of 8), EXPERTS, NT (8-row tiles of a CTA).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
+#include "types.cuh"
 
 #define SLICE 512
 #define THREADS 256
@@ -20,6 +19,8 @@ static_assert(HIDDEN % 8 == 0, "a copy is 16 bytes");
 static_assert(4 * ROWS * SUM_STRIDE * 4 <= GATE_BYTES + ROWS * STRIDE, "the sums take the place of the operands");
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes) {  // 16 bytes, those past `bytes` zero
@@ -36,10 +37,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
 }
 
 // ---------------------------------------------------------------- the kernel
@@ -62,6 +59,7 @@ route_logits(const u16* x, const u16* gate, float* partial, int rows) {
 
   copy_rows(gate_shared, gate, first_expert, 32, EXPERTS, slice * SLICE);  // does not depend on earlier kernels
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   copy_rows(x_shared, x, first_row, ROWS, rows, slice * SLICE);
   wait_for_copies();
   __syncthreads();

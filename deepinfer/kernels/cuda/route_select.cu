@@ -11,9 +11,7 @@
 // (CTAs that order together), ORDER, SLICES (partial sums per logit), VECTOR (logits that a thread loads at once),
 // HAS_IMAGE, HAS_POSITIONS.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
+#include "types.cuh"
 
 #define WARPS (THREADS / 32)
 #define PER_LANE ((EXPERTS + 31) / 32)
@@ -39,6 +37,8 @@ struct Arguments {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
+
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank = 0;
   if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -57,10 +57,6 @@ __device__ __forceinline__ int load_of(const int* p, u32 rank) {  // the value a
   asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
   asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
-}
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
 }
 
 // ---------------------------------------------------------------- order
@@ -228,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_select(const Argumen
   }
   if (ORDER) clear_words(o);
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   make_scores(a, scores, first_row, num_rows);
   __syncthreads();
 
@@ -270,6 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_pairs(const Argument
   const int* chosen = a.experts + (long long)first_row * TOP;
   clear_words(o);
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   __syncthreads();
 #pragma unroll 4
   for (int p = threadIdx.x; p < num_rows * TOP; p += THREADS) {

@@ -10,8 +10,7 @@
 // consecutive entries, capped at the largest finite bf16, the last one above all), NUM_BLOCKS and BLOCK_SIZE (as in the
 // scores), PER_BLOCK, HAS_SLOTS and HAS_ENTRIES (what is written), THREADS, SHORT (keys that one CTA takes alone).
 
-typedef unsigned short u16;
-typedef unsigned int u32;
+#include "types.cuh"
 
 #define BINS 2048
 #define LOW_BINS 32
@@ -39,6 +38,8 @@ struct Shared {
   int sums[WARPS], other_sums[WARPS];
   int bin, above, before;  // what one thread found out for all
 };
+
+#include "launch.cuh"
 
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank;
@@ -184,14 +185,10 @@ __device__ __forceinline__ void write(const Arguments& a, int row, int place, in
   }
 }
 
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) select_top(const Arguments a) {
   __shared__ __align__(16) Shared s;
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int row = blockIdx.y;
   const int num_entries = scored_of(a.visible[row]), num_keys = (num_entries + GROUP - 1) / GROUP;
   const bool is_shared = CLUSTER > 1 && num_keys > SHORT && num_keys > COUNT;

@@ -41,7 +41,6 @@ static u32 __ballot_sync(u32, bool claim) {
 }
 
 // ---------------------------------------------------------------- the cluster
-static void let_next_kernel_start() {}
 static void wait_for_earlier_kernels() {}
 static u32 shared_address(const void* p) {
   const int cta = fibers[current].cta;
