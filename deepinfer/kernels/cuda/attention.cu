@@ -104,7 +104,7 @@ __device__ __forceinline__ u32 widen_e2m1(u32 word, u32 lifted, u32 k) {
 // Two values of a Q8 group as bf16: rounded to e4m3 after division by 2^exponent.
 __device__ __forceinline__ u32 round_q8(float low, float high, float inverse, float scale) {
   const float2 v = round_e4m3(low * inverse, high * inverse);
-  return pack_bf16(v.x * scale, v.y * scale);
+  return to_bf16_pair(v.x * scale, v.y * scale);
 }
 
 // ---------------------------------------------------------------- producer
@@ -156,7 +156,7 @@ __device__ __forceinline__ void copy_query(const Arguments& a, u32 tile, int row
 }
 __device__ __forceinline__ u32 turn(u32 pair, float cosine, float sine) {
   const float x = low_bf16(pair), y = high_bf16(pair);
-  return pack_bf16(fmaf(x, cosine, -(y * sine)), fmaf(x, sine, y * cosine));
+  return to_bf16_pair(fmaf(x, cosine, -(y * sine)), fmaf(x, sine, y * cosine));
 }
 // Called by the 128 threads that called copy_query.
 __device__ __forceinline__ void complete_query(const Arguments& a, u32 tile, int row, int thread) {
@@ -337,8 +337,8 @@ __device__ __forceinline__ void stage(u8* tile, int head, int quad, int chunk, u
 __device__ __forceinline__ void stage_sums(const float (&sums)[128], const float (&factors)[2], u8* tile, int head, int quad, int first_chunk) {
 #pragma unroll
   for (int t = 0; t < 32; ++t)
-    stage(tile, head, quad, first_chunk + t, pack_bf16(sums[4 * t] * factors[0], sums[4 * t + 1] * factors[0]),
-          pack_bf16(sums[4 * t + 2] * factors[1], sums[4 * t + 3] * factors[1]));
+    stage(tile, head, quad, first_chunk + t, to_bf16_pair(sums[4 * t] * factors[0], sums[4 * t + 1] * factors[0]),
+          to_bf16_pair(sums[4 * t + 2] * factors[1], sums[4 * t + 3] * factors[1]));
 }
 
 // Eight channels rounded by Q8; the four lanes that hold a group call it together.
@@ -445,7 +445,7 @@ __device__ __forceinline__ void combine(const Arguments& a, u8* shared_pointer, 
       v[2] += x.z * factors[s][1];
       v[3] += x.w * factors[s][1];
     }
-    stage(shared_pointer + AT_QUERY, head, thread % 4, split * TILES + tile, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+    stage(shared_pointer + AT_QUERY, head, thread % 4, split * TILES + tile, to_bf16_pair(v[0], v[1]), to_bf16_pair(v[2], v[3]));
   }
   named_barrier(1, 256);
   const int warp = consumer * 4 + thread / 32;
@@ -495,10 +495,10 @@ __device__ __forceinline__ void softmax(const float (&logits)[32], float (&large
     for (int r = 0; r < 2; ++r) {
       const float x = exp2_fast(fmaf(logits[4 * t + 2 * r], scale, -largest[r]));
       const float y = exp2_fast(fmaf(logits[4 * t + 2 * r + 1], scale, -largest[r]));
-      const u32 pair = pack_bf16(x, y);
+      const u32 pair = to_bf16_pair(x, y);
       weights[0][2 * t + r] = pair;
       if (SPLIT_WEIGHTS) {
-        weights[WEIGHT_PARTS - 1][2 * t + r] = pack_bf16(x - low_bf16(pair), y - high_bf16(pair));
+        weights[WEIGHT_PARTS - 1][2 * t + r] = to_bf16_pair(x - low_bf16(pair), y - high_bf16(pair));
         total[r] += x + y;
       } else {
         total[r] += low_bf16(pair) + high_bf16(pair);  // what the values are multiplied by

@@ -67,6 +67,7 @@ struct Arguments {
 
 // ---------------------------------------------------------------- instructions
 #include "launch.cuh"
+#include "numbers.cuh"
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -143,30 +144,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float2 round_e4m3(float low, float high) {
-  u16 codes;
-  u32 halves;
-  float2 v;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{\n.reg .f16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}" : "=f"(v.x), "=f"(v.y) : "r"(halves));
-  return v;
-}
 
 // ---------------------------------------------------------------- number formats
 
@@ -200,13 +177,13 @@ __device__ __forceinline__ void expand(u32 (&pairs)[8], const Codes& codes, bool
 
 __device__ __forceinline__ u32 turn(u32 pair, float cosine, float sine) {
   const float x = low_bf16(pair), y = high_bf16(pair);
-  return pack_bf16(fmaf(x, cosine, -(y * sine)), fmaf(x, sine, y * cosine));
+  return to_bf16_pair(fmaf(x, cosine, -(y * sine)), fmaf(x, sine, y * cosine));
 }
 
 // Two values of a Q8 group as bf16: rounded to e4m3 after division by 2^exponent.
 __device__ __forceinline__ u32 round_q8(u32 pair, float inverse, float scale) {
   const float2 v = round_e4m3(low_bf16(pair) * inverse, high_bf16(pair) * inverse);
-  return pack_bf16(v.x * scale, v.y * scale);
+  return to_bf16_pair(v.x * scale, v.y * scale);
 }
 
 // ---------------------------------------------------------------- keys and queries
@@ -316,10 +293,10 @@ __device__ __forceinline__ void softmax(Shared& shared, const u32 (&seen)[TILES]
 #pragma unroll
   for (int j = 0; j < 3; ++j) {
     const float weight = exp2_fast(logits[j] - top);
-    const u32 rounded = pack_bf16(weight, 0.0f);
+    const u32 rounded = to_bf16_pair(weight, 0.0f);
     const int at = head * WEIGHT_STRIDE + 2 * (16 * j + key);
     *(u16*)(shared.weights[0] + at) = (u16)rounded;
-    if (SPLIT_WEIGHTS) *(u16*)(shared.weights[WEIGHT_PARTS - 1] + at) = (u16)pack_bf16(weight - low_bf16(rounded), 0.0f);
+    if (SPLIT_WEIGHTS) *(u16*)(shared.weights[WEIGHT_PARTS - 1] + at) = (u16)to_bf16_pair(weight - low_bf16(rounded), 0.0f);
     total += SPLIT_WEIGHTS ? weight : low_bf16(rounded);  // what the values are multiplied by
   }
 }
@@ -414,7 +391,7 @@ __device__ __forceinline__ void finish(const Arguments& a, const Shared& shared,
         const float4 x = *from;
         v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
       }
-    u32 low = pack_bf16(v.x, v.y), high = pack_bf16(v.z, v.w);
+    u32 low = to_bf16_pair(v.x, v.y), high = to_bf16_pair(v.z, v.w);
     const int channel = ((split << log_blocks) + block) * 16 + 4 * vector, turning = channel - (D - ROPE);
     if (turning >= 0) {
       const float2 c = *(const float2*)(shared.angles + turning / 2);

@@ -1,5 +1,6 @@
 // Instructions of attention.cu: barriers, copies, matrix products, conversions.
 #include "launch.cuh"
+#include "numbers.cuh"
 
 // ---------------------------------------------------------------- barriers, copies, matrix instructions
 
@@ -123,37 +124,6 @@ __device__ __forceinline__ void mma_sum(float (&d)[128], u64 a, u64 b) {
 
 // ---------------------------------------------------------------- arithmetic of the machine
 
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Two values rounded to e4m3.
-__device__ __forceinline__ float2 round_e4m3(float low, float high) {
-  u16 codes;
-  u32 halves;
-  float2 v;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{\n.reg .f16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}" : "=f"(v.x), "=f"(v.y) : "r"(halves));
-  return v;
-}
-__device__ __forceinline__ u32 to_e4m3(float low, float high) {  // two codes
-  u16 codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  return codes;
-}
 __device__ __forceinline__ u32 half_twice(float x) {
   u32 halves;
   asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(halves) : "f"(x));

@@ -38,6 +38,7 @@ static_assert(GROUP_N % (32 * WM) == 0 || GROUP_N == N, "a CTA must not straddle
 
 // ---------------------------------------------------------------- instructions
 #include "launch.cuh"
+#include "numbers.cuh"
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -161,27 +162,6 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
-}
-
-__device__ __forceinline__ float round_e4m3(float value) {
-  u16 code;
-  u32 halves;
-  float rounded;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(value));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(rounded) : "r"(halves));
-  return rounded;
-}
-
-__device__ __forceinline__ u16 to_bf16(float value) {
-  u16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
-
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-  return a;
 }
 
 // ---------------------------------------------------------------- the kernel

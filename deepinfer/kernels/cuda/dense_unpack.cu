@@ -11,15 +11,7 @@
 #define WORD_COLUMNS (ROW_SCALED ? 4 : 2)
 
 // ---------------------------------------------------------------- instructions
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-  return a;
-}
-__device__ __forceinline__ u16 to_e4m3(float low, float high) {  // two codes
-  u16 codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  return codes;
-}
+#include "numbers.cuh"
 
 // ---------------------------------------------------------------- the kernel
 __device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {  // see dense_skinny.cu
@@ -28,7 +20,7 @@ __device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {  // see dense
 
 // Two neighbouring columns, as they are kept in a row.
 __device__ __forceinline__ void store_pair(u32* row, int column, u32 pair) {
-  if (ROW_SCALED) ((u16*)row)[column / 2] = to_e4m3(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+  if (ROW_SCALED) ((u16*)row)[column / 2] = to_e4m3_pair(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
   else row[column / 2] = pair;
 }
 

@@ -45,6 +45,7 @@ struct __align__(64) TensorMap {
 
 // ---------------------------------------------------------------- instructions
 #include "launch.cuh"
+#include "numbers.cuh"
 
 // d[64, NB] += a[64, 16] * b[16, NB], as inline assembly: its operands' names, then the operands.
 #define D8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -139,33 +140,12 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {
   return v;
 }
 
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-  return a;
-}
-
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ float round_e4m3(float value) {
-  u16 code;
-  u32 halves;
-  float rounded;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(value));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(rounded) : "r"(halves));
-  return rounded;
-}
-
-__device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
-  u32 bits;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  return bits;
 }
 
 __device__ __forceinline__ int cluster_rank() {

@@ -137,7 +137,7 @@ __device__ __forceinline__ void store_row_codes(const Arguments& a, const Words 
     Codes codes = {};
 #pragma unroll
     for (int p = 0; p < 4; ++p)
-      codes.of[p / 2] |= to_e4m3(low_of(rounded[v].of[p]) * inverse, high_of(rounded[v].of[p]) * inverse) << 16 * (p % 2);
+      codes.of[p / 2] |= to_e4m3_pair(low_of(rounded[v].of[p]) * inverse, high_of(rounded[v].of[p]) * inverse) << 16 * (p % 2);
     if (column < HIDDEN) *(Codes*)(a.codes + (long long)row * HIDDEN + column) = codes;
   }
   if (threadIdx.x == 0) ((float*)a.scales)[row] = __uint_as_float((u32)(exponent + 127) << 23);

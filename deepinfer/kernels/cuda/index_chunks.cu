@@ -85,12 +85,6 @@ __device__ __forceinline__ void product(float* d, const u32* a, u64 b, int adds)
 #endif
 }
 
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  u32 c;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
 // A box of N matrix rows and 64 columns.
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"

@@ -65,12 +65,6 @@ __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high, u32 selector) {  //
   return bytes;
 }
 
-__device__ __forceinline__ u32 to_e4m3_pair(float low, float high) {
-  u16 codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  return codes;
-}
-
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
 }

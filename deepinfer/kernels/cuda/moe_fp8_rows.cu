@@ -21,12 +21,7 @@
 
 // ---------------------------------------------------------------- instructions
 #include "launch.cuh"
-
-__device__ __forceinline__ u32 to_e4m3_pair(float low, float high) {
-  u16 codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  return codes;
-}
+#include "numbers.cuh"
 
 __device__ __forceinline__ u32 times_half(u32 codes, u32 factor) {  // four e4m3 times a half-precision float
   u32 result;

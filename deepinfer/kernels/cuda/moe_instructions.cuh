@@ -1,5 +1,6 @@
 // Instructions of the kernels for many pairs, moe_wgmma.cu and moe_fp8.cu, and of index_chunks.cu. WGMMA_KIND and
 // WGMMA_LAYOUT are the end of the instruction's name and of its operands.
+#include "numbers.cuh"
 
 // Operands of wgmma: the 4 n accumulators of a lane, by number and by name.
 #define A4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -140,22 +141,6 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
-  return x;
-}
-
-__device__ __forceinline__ float reciprocal(float x) {
-  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
-  return x;
-}
-
-__device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
-  u32 bits;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  return bits;
 }
 
 __device__ __forceinline__ void group_barrier(int group) {  // of one consumer warpgroup

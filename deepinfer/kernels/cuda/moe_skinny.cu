@@ -44,6 +44,7 @@ struct Arguments {
 
 // ---------------------------------------------------------------- instructions
 #include "launch.cuh"
+#include "numbers.cuh"
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -114,22 +115,6 @@ __device__ __forceinline__ void copy_tile(u32 to, const void* from, u32 barrier)
 
 __device__ __forceinline__ void meet_team(int team) {
   asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(32 * SPLIT) : "memory");
-}
-
-__device__ __forceinline__ float round_e4m3(float value) {
-  u16 code;
-  u32 halves;
-  float rounded;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(value));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(rounded) : "r"(halves));
-  return rounded;
-}
-
-__device__ __forceinline__ u16 to_bf16(float value) {
-  u16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
 }
 
 // ---------------------------------------------------------------- the kernel

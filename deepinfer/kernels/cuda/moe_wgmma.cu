@@ -57,20 +57,6 @@ static_assert(NMAX % BLOCK == 0 && NMAX <= 160, "widths");
 #define WGMMA_LAYOUT ", 0"
 #include "moe_instructions.cuh"
 
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-  return a;
-}
-
-__device__ __forceinline__ void round_e4m3(float& low, float& high) {
-  u16 codes;
-  u32 halves;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-      : "=f"(low), "=f"(high) : "r"(halves));
-}
-
 __device__ __forceinline__ void give_registers() {
 #if REGISTER_BOUND
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
@@ -273,9 +259,8 @@ __device__ __forceinline__ void store_rounded(const Arguments& g, const Work& wo
     u32 words[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      float low = v[2 * t] * down, high = v[2 * t + 1] * down;
-      round_e4m3(low, high);
-      words[t] = to_bf16_pair(fmaf(low, up, 0.0f), fmaf(high, up, 0.0f));  // no negative zeros
+      const float2 pair = round_e4m3(v[2 * t] * down, v[2 * t + 1] * down);
+      words[t] = to_bf16_pair(fmaf(pair.x, up, 0.0f), fmaf(pair.y, up, 0.0f));  // no negative zeros
     }
     char* line = (char*)g.out + ((long long)(tile / 2) * g.capacity + row) * LINE_BYTES;
     *(uint4*)(line + ((tile % 2 * 4 + u) ^ p) * 16) = {words[0], words[1], words[2], words[3]};  // row % 8 is p

@@ -173,9 +173,9 @@ static void mma_sum(float (&d)[128], const u32 (&a)[4], u64 b) {
 
 // ---------------------------------------------------------------- arithmetic
 
-static u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static u32 times(u32 a, u32 b) {
-  return pack_bf16(__uint_as_float(a << 16) * __uint_as_float(b << 16),
+  return to_bf16_pair(__uint_as_float(a << 16) * __uint_as_float(b << 16),
                    __uint_as_float(a & 0xFFFF0000) * __uint_as_float(b & 0xFFFF0000));
 }
 static float exp2_fast(float x) { return exp2f(x); }
@@ -195,7 +195,7 @@ static float round_half(float x) {  // of a magnitude below 2^16; NaN stays NaN
   const float spacing = std::ldexp(1.0f, (x == 0 || std::isnan(x) ? -14 : max(std::ilogb(x), -14)) - 10);
   return std::copysign(std::nearbyint(std::fabs(x) / spacing) * spacing, x);
 }
-static u32 to_e4m3(float low, float high) { return code_of(low) | code_of(high) << 8; }
+static u32 to_e4m3_pair(float low, float high) { return code_of(low) | code_of(high) << 8; }
 static u32 half_twice(float x) { return __float_as_uint(round_half(x)); }  // stands for two halves
 static u32 times_half(u32 codes, u32 factor) {
   u32 result = 0;

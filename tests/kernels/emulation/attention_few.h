@@ -127,8 +127,8 @@ static void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   }
   __syncwarp();
 }
-static u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
-static u32 times(u32 a, u32 b) { return pack_bf16(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
+static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+static u32 times(u32 a, u32 b) { return to_bf16_pair(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
 static float exp2_fast(float x) { return exp2f(x); }
 static float2 round_e4m3(float low, float high) { return {round_e4m3(low), round_e4m3(high)}; }
 

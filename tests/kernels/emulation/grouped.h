@@ -96,7 +96,7 @@ static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(h
 static u32 times(u32 a, u32 b) { return to_bf16_pair(low_of(a) * low_of(b), high_of(a) * high_of(b)); }
 static float exp2_fast(float x) { return std::exp2(x); }
 static float reciprocal(float x) { return 1.0f / x; }
-static void round_e4m3(float& low, float& high) { low = round_e4m3(low), high = round_e4m3(high); }
+static float2 round_e4m3(float low, float high) { return {round_e4m3(low), round_e4m3(high)}; }
 
 static void wgmma_fence() {}
 static void wgmma_commit() {}
