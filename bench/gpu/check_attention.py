@@ -41,7 +41,7 @@ RESULTS: list[dict[str, Any]] = []
 ABLATIONS = {
     "reader fences": [
         (r"fence_for_tensor_cores\(\);\n(\s+warp_arrive\(&small.key_full)", r"\1"),
-        (r"(barrier_wait\(&small.key_full\[.*\);)", r"\1 fence_for_tensor_cores();"),
+        (r"(barrier_wait_forever\(&small.key_full\[.*\);)", r"\1 fence_for_tensor_cores();"),
     ],
     "no key fence": [(r"fence_for_tensor_cores\(\);\n(\s+warp_arrive\(&small.key_full)", r"\1")],
     "expansion unrolled": [(r"#pragma unroll 1\n(.*\n\s+copy_wait<3>)", r"#pragma unroll\n\1")],

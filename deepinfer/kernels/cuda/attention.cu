@@ -280,7 +280,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Small& small, u32 sh
     for (int block = range.begin; block < range.end; ++block, ++step) {
       const int buffer = step & 1;
       const u32 tile = shared + AT_KEYS + buffer * TILE_BYTES;
-      barrier_wait(&small.key_free[buffer], ((step >> 1) & 1) ^ 1);
+      barrier_wait_forever(&small.key_free[buffer], ((step >> 1) & 1) ^ 1);
       const u32 seen = __ballot_sync(~0u, unit.record != nullptr);
       if (lane == 0) small.seen[buffer][warp] = seen;
       for (bool more = true; more;) {
@@ -313,7 +313,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Small& small, u32 sh
       warp_arrive(&small.key_full[buffer]);
       if (block == range.begin) {
         if (item > 0) {
-          barrier_wait(&small.query_free, (item & 1) ^ 1);
+          barrier_wait_forever(&small.query_free, (item & 1) ^ 1);
           copy_query(a, shared + AT_QUERY, row, thread);
         }
         complete_query(a, shared + AT_QUERY, row, thread);
@@ -536,10 +536,10 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
     total[0] = total[1] = split == 0 && quad == 0 ? 1.0f : 0.0f;
 #pragma unroll
     for (int i = 0; i < 128; ++i) sums[i] = 0;
-    if (range.begin < range.end) barrier_wait(&small.query_full, item & 1);
+    if (range.begin < range.end) barrier_wait_forever(&small.query_full, item & 1);
     for (int block = range.begin; block < range.end; ++block, ++step) {
       const u32 keys = shared + AT_KEYS + (step & 1) * TILE_BYTES;
-      barrier_wait(&small.key_full[step & 1], (step >> 1) & 1);
+      barrier_wait_forever(&small.key_full[step & 1], (step >> 1) & 1);
       float logits[32];
       mma_fence();
 #pragma unroll
@@ -554,7 +554,7 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
       float shrink[2];
       u32 weights[WEIGHT_PARTS][16];
       softmax(logits, largest, total, shrink, weights, scale);
-      barrier_wait(&small.weight_free, (step & 1) ^ 1);
+      barrier_wait_forever(&small.weight_free, (step & 1) ^ 1);
       share_weights(small, shared_pointer, weights, shrink, head, quad);
       rescale(sums, shrink[0], shrink[1]);
       mma_fence();
@@ -607,8 +607,8 @@ __device__ __forceinline__ void consume_right(const Arguments& a, Small& small, 
     for (int i = 0; i < 128; ++i) sums[i] = 0;
     for (int block = range.begin; block < range.end; ++block, ++step) {
       const u32 values = shared + AT_KEYS + (step & 1) * TILE_BYTES + 4 * COLUMN_BYTES;
-      barrier_wait(&small.weight_full, step & 1);
-      barrier_wait(&small.key_full[step & 1], (step >> 1) & 1);
+      barrier_wait_forever(&small.weight_full, step & 1);
+      barrier_wait_forever(&small.key_full[step & 1], (step >> 1) & 1);
       rescale(sums, small.shrink[head], small.shrink[head + 8]);
       mma_fence();
 #pragma unroll

@@ -66,30 +66,14 @@ struct Arguments {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "barriers.cuh"
 #include "launch.cuh"
 #include "numbers.cuh"
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// Once in a CTA; after the cluster's barrier others may send to it.
-__device__ __forceinline__ void init_barrier(u64* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void cluster_arrive() {
+__device__ __forceinline__ void cluster_arrive() {  // after it others may send to this CTA's barriers
   asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// The barrier's phase ends when as many bytes have come.
-__device__ __forceinline__ void expect(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_for_bytes(u64* barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}"
-      :: "r"(shared_address(barrier)), "r"(parity) : "memory");
-}
 __device__ __forceinline__ u32 remote_address(u32 local, u32 rank) {
   u32 remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
@@ -421,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_attention_few(co
   const int begin = all * split >> a.log_splits, end = all * (split + 1) >> a.log_splits;
   const int my_head = threadIdx.x / 16;  // of the softmax
   const float sink = a.sink[min(first_head + my_head, H - 1)] * 1.4426950408889634f;
-  if (threadIdx.x == 0) init_barrier(&shared.stats_full), init_barrier(&shared.sums_full);
+  if (threadIdx.x == 0) barrier_init(&shared.stats_full, 1), barrier_init(&shared.sums_full, 1);
   cluster_arrive();
   wait_for_earlier_kernels();
   let_next_kernel_start();
@@ -432,8 +416,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_attention_few(co
     shared.angles[threadIdx.x] = __int_as_float(load_int(from + (long long)row * (ROPE / 2) + threadIdx.x % (ROPE / 2)));
   }
   if (threadIdx.x == 0) {
-    expect(&shared.stats_full, (GROUP_HEADS * 8) << a.log_splits);
-    expect(&shared.sums_full, GROUP_HEADS * D * 4);
+    barrier_expect(&shared.stats_full, (GROUP_HEADS * 8) << a.log_splits);
+    barrier_expect(&shared.sums_full, GROUP_HEADS * D * 4);
   }
   const Keys source(a, row, window_tiles, end);
   float sums[8][4] = {};
@@ -456,8 +440,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_attention_few(co
          remote_address(shared_address(&shared.stats_full), lane % 16), largest, total);
   // Whoever has the stats of all warps of the cluster knows that all are done with the logits, whose place the sums
   // take.
-  wait_for_bytes(&shared.stats_full, 0);
+  barrier_wait_forever(&shared.stats_full, 0);
   send_sums(shared, sums, a.log_splits, split);
-  wait_for_bytes(&shared.sums_full, 0);
+  barrier_wait_forever(&shared.sums_full, 0);
   finish(a, shared, a.log_splits, split, row, first_head);
 }

@@ -1,25 +1,11 @@
 // Instructions of attention.cu: barriers, copies, matrix products, conversions.
+#include "barriers.cuh"
 #include "launch.cuh"
 #include "numbers.cuh"
 
 // ---------------------------------------------------------------- barriers, copies, matrix instructions
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u64* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
-}
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}"
-      :: "r"(shared_address(barrier)), "r"(parity) : "memory");
-}
 // All lanes are done with what the barrier protects.
 __device__ __forceinline__ void warp_arrive(u64* barrier) {
   __syncwarp();
@@ -47,13 +33,6 @@ __device__ __forceinline__ void store_remote(u32 to, float a, float b) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(to), "f"(a), "f"(b) : "memory");
 }
 
-__device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes) {  // 16 bytes, those past `bytes` zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() {  // for all groups but the last N
-  asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
-}
 template <int N> __device__ __forceinline__ void set_registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
 template <int N> __device__ __forceinline__ void set_registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
 
@@ -70,11 +49,6 @@ __device__ __forceinline__ void store_codes(u8* p, u32 a, u32 b) {
 }
 __device__ __forceinline__ void store_shared(u32 to, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-__device__ __forceinline__ uint4 load_shared(u32 from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
 }
 
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

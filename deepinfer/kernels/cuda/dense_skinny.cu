@@ -37,10 +37,9 @@ static_assert(N % 32 == 0 && K % 8 == 0, "shape");
 static_assert(GROUP_N % (32 * WM) == 0 || GROUP_N == N, "a CTA must not straddle two groups");
 
 // ---------------------------------------------------------------- instructions
+#include "barriers.cuh"
 #include "launch.cuh"
 #include "numbers.cuh"
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ uint4 load_weights(const void* p) {
   uint4 v;
@@ -56,10 +55,6 @@ __device__ __forceinline__ uint4 load_weights(const void* p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
 #endif
   return v;
-}
-
-__device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes) {  // 16 bytes, those past `bytes` zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 address) {
@@ -119,49 +114,9 @@ __device__ __forceinline__ void store_sum(u32 address, float value) {
 #endif
 }
 
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barriers_ready() {  // for the copy engine as well
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Fails after seconds, instead of hanging.
-  asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
-               "mov.u32 tries, 0;\n"
-               "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "add.u32 tries, tries, 1;\n"
-               "setp.lt.and.u32 more, tries, 4000000, !done;\n"
-               "@more bra again;\n"
-               "@!done trap; }" :: "r"(barrier), "r"(parity) : "memory");
-}
-
 __device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barrier) {  // one packed block
-#if LOAD_HINT == 2
-  asm volatile("{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-               "[%0], [%1], 2048, [%2], policy; }" :: "r"(to), "l"(from), "r"(barrier) : "memory");
-#else
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 2048, [%2];"
-               :: "r"(to), "l"(from), "r"(barrier) : "memory");
-#endif
-}
-
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
+  if (LOAD_HINT == 2) copy_bulk_once(to, from, 2048, barrier);
+  else copy_bulk(to, from, 2048, barrier);
 }
 
 // ---------------------------------------------------------------- the kernel

@@ -44,6 +44,7 @@ struct __align__(64) TensorMap {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "barriers.cuh"
 #include "launch.cuh"
 #include "numbers.cuh"
 
@@ -95,49 +96,14 @@ __device__ __forceinline__ void wgmma(float (&d)[NB / 2], const u32* a, u64 b) {
 #endif
 }
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barriers_ready() {  // for the copy engine as well
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Gives up after seconds. (A trap there, or the loop written in C++, serialises wgmma.)
+__device__ __forceinline__ void wait_or_give_up(u32 barrier, u32 parity) {
+  // Gives up after seconds: unlike barrier_wait it has no trap, which would serialise wgmma here.
   asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
                "mov.u32 tries, 0;\n"
                "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "add.u32 tries, tries, 1;\n"
                "setp.lt.and.u32 more, tries, 4000000, !done;\n"
                "@more bra again; }" :: "r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barrier) {  // one packed block
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 2048, [%2];"
-               :: "r"(to), "l"(from), "r"(barrier) : "memory");
-}
-
-// A box of NB rows and 64 columns.
-__device__ __forceinline__ void copy_activations(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -323,7 +289,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     for (int c = 0; c < ahead; ++c) {
       barrier_expect(full + 8 * c, blocks * 2048 + X_BYTES);
       for (int b = 0; b < blocks; ++b)
-        copy_weights(w_stages + c * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048, full + 8 * c);
+        copy_bulk(w_stages + c * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048, 2048, full + 8 * c);
     }
   }
   __syncwarp();
@@ -335,16 +301,16 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
       const int x_column = tile * MT / GROUP_N * K + first * 64;
       if (!BESIDE) wait_for_earlier_kernels(), let_next_kernel_start();
       for (int c = 0; c < ahead; ++c)
-        copy_activations(x_stages + c * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * c);
+        copy_box(x_stages + c * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * c);
       int stage = 0;
       u32 parity = 0;
       for (int c = ahead; c < count; ++c) {
-        barrier_wait(empty + 8 * stage, parity);
+        wait_or_give_up(empty + 8 * stage, parity);
         barrier_expect(full + 8 * stage, blocks * 2048 + X_BYTES);
-        copy_activations(x_stages + stage * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * stage);
+        copy_box(x_stages + stage * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * stage);
         for (int b = 0; b < blocks; ++b)
-          copy_weights(w_stages + stage * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048,
-                       full + 8 * stage);
+          copy_bulk(w_stages + stage * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048, 2048,
+                    full + 8 * stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
     }
@@ -380,7 +346,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
 #define X_STAGE (x_stages + stage * X_BYTES)
 #if OPERANDS == 1
     for (int c = 0; c < count; ++c) {
-      barrier_wait(full + 8 * stage, parity);
+      wait_or_give_up(full + 8 * stage, parity);
       const Codes codes = LOAD(0);
       const u32 scale = SCALES(0);
       wgmma_wait<0>();
@@ -395,13 +361,13 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
   multiply_tile(sum[f], a[buffer], X_STAGE); \
   wgmma_wait<1>();
     for (int c = 0; c < count; ++c) {
-      barrier_wait(full + 8 * stage, parity);
+      wait_or_give_up(full + 8 * stage, parity);
       STEP(0, 0)
       RELEASE_BEFORE()
 #if MF == 1
       NEXT()
       if (++c == count) break;
-      barrier_wait(full + 8 * stage, parity);
+      wait_or_give_up(full + 8 * stage, parity);
       STEP(1, 0)
       RELEASE_BEFORE()
 #else

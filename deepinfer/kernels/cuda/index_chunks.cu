@@ -85,12 +85,6 @@ __device__ __forceinline__ void product(float* d, const u32* a, u64 b, int adds)
 #endif
 }
 
-// A box of N matrix rows and 64 columns.
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void copy_word(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
 }

@@ -42,15 +42,8 @@ struct Arguments {
 };
 
 #include "launch.cuh"
+#include "memory.cuh"
 #include "numbers.cuh"
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy_16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -120,11 +113,11 @@ __device__ __forceinline__ void copy_tile(const Arguments& a, const Row& row, in
   const u8* first = a.keys + slot_of(row, index) * RECORD;
   const bool has_second = index + 8 < row.scored;
   const u8* second = has_second ? a.keys + slot_of(row, index + 8) * RECORD : first;
-  copy_16(to + lane * 16, first + lane * 16);
+  copy_async(to + lane * 16, first + lane * 16, 16);
   const int piece = lane + 32;
-  if (piece < 34) copy_16(to + piece * 16, first + piece * 16);
-  else if (has_second) copy_16(to + piece * 16, second + (piece - 34) * 16);
-  if (has_second && lane < 4) copy_16(to + (lane + 64) * 16, second + (lane + 30) * 16);
+  if (piece < 34) copy_async(to + piece * 16, first + piece * 16, 16);
+  else if (has_second) copy_async(to + piece * 16, second + (piece - 34) * 16, 16);
+  if (has_second && lane < 4) copy_async(to + (lane + 64) * 16, second + (lane + 30) * 16, 16);
 }
 
 __device__ __forceinline__ void load_query(const Arguments& a, int row, u32 (&query)[4][2][HEAD_TILES][2], float (&weights)[HEAD_TILES][2]) {

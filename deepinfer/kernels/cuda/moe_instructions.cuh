@@ -1,5 +1,6 @@
 // Instructions of the kernels for many pairs, moe_wgmma.cu and moe_fp8.cu, and of index_chunks.cu. WGMMA_KIND and
 // WGMMA_LAYOUT are the end of the instruction's name and of its operands.
+#include "barriers.cuh"
 #include "numbers.cuh"
 
 // Operands of wgmma: the 4 n accumulators of a lane, by number and by name.
@@ -74,46 +75,6 @@ WGMMA(136, P68, O68, 68, 69, 70, 71, 72)
 WGMMA(144, P72, O72, 72, 73, 74, 75, 76)
 WGMMA(152, P76, O76, 76, 77, 78, 79, 80)
 WGMMA(160, P80, O80, 80, 81, 82, 83, 84)
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barriers_ready() {  // for the copy engine as well
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Fails after seconds, instead of hanging. (Written in C++ the loop serialises wgmma.)
-  asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
-               "mov.u32 tries, 0;\n"
-               "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "add.u32 tries, tries, 1;\n"
-               "setp.lt.and.u32 more, tries, 4000000, !done;\n"
-               "@more bra again;\n"
-               "@!done trap; }" :: "r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
 
 __device__ __forceinline__ u32 load_word(u32 address) {
   u32 v;

@@ -43,17 +43,9 @@ struct Arguments {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "barriers.cuh"
 #include "launch.cuh"
 #include "numbers.cuh"
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
 
 __device__ __forceinline__ uint4 load_activations(const u16* p) {
   uint4 v;
@@ -79,38 +71,9 @@ template <int HALF> __device__ __forceinline__ u32 times(u32 a, u32 b) {  // two
   return a;
 }
 
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barriers_ready() {  // for the copy engine as well
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Fails after seconds, instead of hanging.
-  asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
-               "mov.u32 tries, 0;\n"
-               "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "add.u32 tries, tries, 1;\n"
-               "setp.lt.and.u32 more, tries, 4000000, !done;\n"
-               "@more bra again;\n"
-               "@!done trap; }" :: "r"(barrier), "r"(parity) : "memory");
-}
-
 __device__ __forceinline__ void copy_tile(u32 to, const void* from, u32 barrier) {
-#if EVICT_FIRST
-  asm volatile("{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-               "[%0], [%1], %2, [%3], policy; }" :: "r"(to), "l"(from), "n"(TILE_BYTES), "r"(barrier) : "memory");
-#else
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(to), "l"(from), "n"(TILE_BYTES), "r"(barrier) : "memory");
-#endif
+  if (EVICT_FIRST) copy_bulk_once(to, from, TILE_BYTES, barrier);
+  else copy_bulk(to, from, TILE_BYTES, barrier);
 }
 
 __device__ __forceinline__ void meet_team(int team) {

@@ -20,15 +20,8 @@ static_assert(4 * ROWS * SUM_STRIDE * 4 <= GATE_BYTES + ROWS * STRIDE, "the sums
 
 // ---------------------------------------------------------------- instructions
 #include "launch.cuh"
+#include "memory.cuh"
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes) {  // 16 bytes, those past `bytes` zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
-}
 __device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");

@@ -72,7 +72,7 @@ static void barrier_arrive(u64* p) {
   Barrier& barrier = *(Barrier*)p;
   if (--barrier.pending == 0) barrier.pending = barrier.count, ++barrier.phase, ++progress;
 }
-static void barrier_wait(u64* p, u32 parity) { while ((((Barrier*)p)->phase & 1) == parity) yield(); }
+static void barrier_wait_forever(u64* p, u32 parity) { while ((((Barrier*)p)->phase & 1) == parity) yield(); }
 static void warp_arrive(u64* p) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(p);

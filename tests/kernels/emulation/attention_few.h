@@ -56,15 +56,15 @@ struct Barrier { int bytes; u16 phase, armed; };  // ends a phase when armed and
 static void settle(Barrier& barrier) {
   if (barrier.armed && barrier.bytes == 0) barrier.armed = 0, ++barrier.phase, ++progress;
 }
-static void init_barrier(u64* p) { *(Barrier*)p = {0, 0, 0}; }
+static void barrier_init(u64* p, int) { *(Barrier*)p = {0, 0, 0}; }
 static void cluster_arrive() { fibers[current].awaited = arrive(cluster_meeting, CTA_THREADS * num_ctas); }
 static void cluster_wait() { wait(cluster_meeting, fibers[current].awaited); }
-static void expect(u64* p, u32 bytes) {
+static void barrier_expect(u64* p, u32 bytes) {
   Barrier& barrier = *(Barrier*)p;
   if (barrier.armed) fail("armed twice");
   barrier.bytes += bytes, barrier.armed = 1, settle(barrier);
 }
-static void wait_for_bytes(u64* p, u32 parity) { while ((((Barrier*)p)->phase & 1) == parity) yield(); }
+static void barrier_wait_forever(u64* p, u32 parity) { while ((((Barrier*)p)->phase & 1) == parity) yield(); }
 static void bytes_arrive(u32 to, u32 address, int bytes) {
   if (to >> 24 != address >> 24 || to % bytes) fail("data and barrier in different CTAs, or misaligned");
   Barrier& barrier = *(Barrier*)at(address);

@@ -14,11 +14,17 @@ static void give_registers() {}
 static void take_registers() {}
 
 // ---------------------------------------------------------------- memory
+static void wait_or_give_up(u32 address, u32 parity) { barrier_wait(address, parity); }
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 static float4 load_sums(u32 address) { return *(const float4*)at(address); }
 
+static void copy_bulk(u32 to, const void* from, u32 bytes, u32 address) {
+  std::memcpy(at(to), in_weights(from, bytes), bytes);
+  bytes_arrive(address, bytes);
+}
+
 // A map has the address, rows, columns, bytes between rows and rows of a box.
-static void copy_activations(u32 to, const TensorMap* map, int column, int row, u32 address) {
+static void copy_box(u32 to, const TensorMap* map, int column, int row, u32 address) {
   const u64* m = map->opaque;
   if (to % 1024 || m[4] != NB || column < 0) fail("a box that does not fit its place");
   for (int r = 0; r < NB; ++r)
