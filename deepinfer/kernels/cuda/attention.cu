@@ -541,13 +541,13 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
       const u32 keys = shared + AT_KEYS + (step & 1) * TILE_BYTES;
       barrier_wait_forever(&small.key_full[step & 1], (step >> 1) & 1);
       float logits[32];
-      mma_fence();
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 32; ++k) {
         const u32 at = (k / 4) * COLUMN_BYTES + (k % 4) * 32;
         mma_logits(logits, operand(shared + AT_QUERY, at), operand(keys, at), k != 0);
       }
-      mma_commit();
+      wgmma_commit();
       mma_wait(logits);
       if (block == range.end - 1) warp_arrive(&small.query_free);
       hide_unseen(logits, *(const uint4*)small.seen[step & 1], quad);
@@ -557,7 +557,7 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
       barrier_wait_forever(&small.weight_free, (step & 1) ^ 1);
       share_weights(small, shared_pointer, weights, shrink, head, quad);
       rescale(sums, shrink[0], shrink[1]);
-      mma_fence();
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -566,7 +566,7 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
           const u32 four[4] = {w[0], w[1], w[2], w[3]};
           mma_sum(sums, four, operand(keys, k * 2048));
         }
-      mma_commit();
+      wgmma_commit();
       mma_wait(sums);
       if (block + 1 < range.end) warp_arrive(&small.key_free[step & 1]);
     }
@@ -610,13 +610,13 @@ __device__ __forceinline__ void consume_right(const Arguments& a, Small& small, 
       barrier_wait_forever(&small.weight_full, step & 1);
       barrier_wait_forever(&small.key_full[step & 1], (step >> 1) & 1);
       rescale(sums, small.shrink[head], small.shrink[head + 8]);
-      mma_fence();
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
 #pragma unroll
         for (int part = 0; part < WEIGHT_PARTS; ++part)
           mma_sum(sums, operand(shared + AT_WEIGHTS, part * COLUMN_BYTES + 32 * k), operand(values, k * 2048));
-      mma_commit();
+      wgmma_commit();
       mma_wait(sums);
       warp_arrive(&small.weight_free);
       if (block + 1 < range.end) warp_arrive(&small.key_free[step & 1]);
@@ -668,17 +668,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
   let_next_kernel_start();
   const int role = threadIdx.x / 128;
   if (role == 2) {
-    set_registers_down<88>();
+    give_registers<88>();
     produce(a, small, shared, split, first, stride);
     if (SPLITS > 1) {
       cluster_barrier();
       cluster_barrier();
     }
   } else if (role == 0) {
-    set_registers_up<240>();  // 240 + 176 + 88 = 3 * 168, what the launch gets
+    take_registers<240>();  // 240 + 176 + 88 = 3 * 168, what the launch gets
     consume_left(a, small, shared_pointer, shared, split, first, stride);
   } else {
-    set_registers_up<176>();
+    take_registers<176>();
     consume_right(a, small, shared_pointer, shared, split, first, stride);
   }
 }

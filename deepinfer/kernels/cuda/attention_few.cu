@@ -68,6 +68,7 @@ struct Arguments {
 // ---------------------------------------------------------------- instructions
 #include "barriers.cuh"
 #include "launch.cuh"
+#include "matrices.cuh"
 #include "numbers.cuh"
 
 __device__ __forceinline__ void cluster_arrive() {  // after it others may send to this CTA's barriers
@@ -114,19 +115,10 @@ __device__ __forceinline__ void store_global(u16* p, u32 a, u32 b) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(a), "r"(b) : "memory");
 }
 
-__device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
 __device__ __forceinline__ u32 transpose(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // ---------------------------------------------------------------- number formats

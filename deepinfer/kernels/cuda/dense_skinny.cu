@@ -39,6 +39,7 @@ static_assert(GROUP_N % (32 * WM) == 0 || GROUP_N == N, "a CTA must not straddle
 // ---------------------------------------------------------------- instructions
 #include "barriers.cuh"
 #include "launch.cuh"
+#include "matrices.cuh"
 #include "numbers.cuh"
 
 __device__ __forceinline__ uint4 load_weights(const void* p) {
@@ -55,17 +56,6 @@ __device__ __forceinline__ uint4 load_weights(const void* p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
 #endif
   return v;
-}
-
-__device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ u32 cluster_rank() {

@@ -47,6 +47,7 @@ struct __align__(64) TensorMap {
 #include "barriers.cuh"
 #include "launch.cuh"
 #include "numbers.cuh"
+#include "warpgroups.cuh"
 
 // d[64, NB] += a[64, 16] * b[16, NB], as inline assembly: its operands' names, then the operands.
 #define D8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -106,14 +107,6 @@ __device__ __forceinline__ void wait_or_give_up(u32 barrier, u32 parity) {
                "@more bra again; }" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
-}
-
 __device__ __forceinline__ int cluster_rank() {
   int rank = 0;
 #if CLUSTER > 1
@@ -148,18 +141,6 @@ __device__ __forceinline__ float4 load_sums(u32 address) {
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
 #endif
   return v;
-}
-
-__device__ __forceinline__ void give_registers() {
-#if REGISTER_BOUND
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-#endif
-}
-
-__device__ __forceinline__ void take_registers() {
-#if REGISTER_BOUND
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
-#endif
 }
 
 // ---------------------------------------------------------------- the kernel
@@ -296,7 +277,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
   __syncthreads();
 
   if (warp >= CONSUMER_WARPS) {
-    give_registers();
+    if (REGISTER_BOUND) give_registers<PRODUCER_REGISTERS>();
     if (warp == CONSUMER_WARPS && lane == 0) {
       const int x_column = tile * MT / GROUP_N * K + first * 64;
       if (!BESIDE) wait_for_earlier_kernels(), let_next_kernel_start();
@@ -320,7 +301,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     cluster_barrier();
 #endif
   } else {
-    take_registers();
+    if (REGISTER_BOUND) take_registers<CONSUMER_REGISTERS>();
     for (int i = threadIdx.x; i < TILE_BLOCKS * count; i += 32 * CONSUMER_WARPS) {  // word [chunk][block]
       const int block = first_block + i % TILE_BLOCKS;
       const long long place = (long long)block * NUM_CHUNKS + first + i / TILE_BLOCKS;

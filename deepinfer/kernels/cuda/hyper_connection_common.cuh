@@ -9,13 +9,8 @@ struct __align__(8) Codes { u32 of[2]; };
 
 // ---------------------------------------------------------------- instructions
 #include "launch.cuh"
+#include "matrices.cuh"
 #include "numbers.cuh"
-
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // What is older than the kernel before this one may be read before waiting, past the L1.
 __device__ __forceinline__ void load_older(int& to, const void* from) {

@@ -93,14 +93,6 @@ __device__ __forceinline__ void arrive_when_copied(u32 barrier) {  // when this 
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-}
-
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
-}
-
 // ---------------------------------------------------------------- the kernel
 #include "index_order_key.cuh"
 
@@ -432,10 +424,10 @@ index_chunks(const __grid_constant__ Arguments a, const __grid_constant__ Tensor
   count_units(a, ends, (int*)(shared + WARP_SUMS_OFFSET));
   const int warp = threadIdx.x / 32;
   if (warp >= CONSUMER_WARPS) {
-    give_registers();
+    give_registers<PRODUCER_REGISTERS>();
     if (warp == CONSUMER_WARPS) produce(a, &query, ring, (Work*)(shared + WORK_OFFSET), ends);
   } else {
-    take_registers();
+    take_registers<CONSUMER_REGISTERS>();
     consume(a, shared, ring);
   }
 }

@@ -42,14 +42,9 @@ struct Arguments {
 };
 
 #include "launch.cuh"
+#include "matrices.cuh"
 #include "memory.cuh"
 #include "numbers.cuh"
-
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // Nibbles J and J + 4 of a word as bf16 values times 2^-126, then times `scale` (twice the same bf16).
 template <int J> __device__ __forceinline__ u32 expand(u32 word, u32 scale) {

@@ -65,14 +65,6 @@ __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high, u32 selector) {  //
   return bytes;
 }
 
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-}
-
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
-}
-
 // ---------------------------------------------------------------- the product
 struct Arguments {
   const char* weights;          // [EXPERTS, K_TILES, ROW_TILES, TILE_BYTES]
@@ -358,14 +350,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_fp8(const __grid_co
   let_next_kernel_start();
   __syncthreads();
   if (warp >= CONSUMER_WARPS) {
-    give_registers();
+    give_registers<PRODUCER_REGISTERS>();
     if (warp == CONSUMER_WARPS) {
       int* before = (int*)(shared + PARTS_OFFSET);
       count_parts(before, g.offsets, lane);
       if (lane == 0) produce(g, ring, work, before);
     }
   } else {
-    take_registers();
+    take_registers<CONSUMER_REGISTERS>();
     const int group = warp / 4, part = warp % 4;
     for (int piece = 0;; ++piece) {
       barrier_wait(ring.full(), ring.parity);

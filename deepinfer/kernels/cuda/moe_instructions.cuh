@@ -2,6 +2,7 @@
 // WGMMA_LAYOUT are the end of the instruction's name and of its operands.
 #include "barriers.cuh"
 #include "numbers.cuh"
+#include "warpgroups.cuh"
 
 // Operands of wgmma: the 4 n accumulators of a lane, by number and by name.
 #define A4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -94,14 +95,6 @@ __device__ __forceinline__ void store_float(u32 address, float v) {
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};"
                :: "r"(address), "r"(a), "r"(b) : "memory");
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
 
 __device__ __forceinline__ void group_barrier(int group) {  // of one consumer warpgroup

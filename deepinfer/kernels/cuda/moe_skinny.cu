@@ -45,6 +45,7 @@ struct Arguments {
 // ---------------------------------------------------------------- instructions
 #include "barriers.cuh"
 #include "launch.cuh"
+#include "matrices.cuh"
 #include "numbers.cuh"
 
 __device__ __forceinline__ uint4 load_activations(const u16* p) {
@@ -57,12 +58,6 @@ __device__ __forceinline__ uint4 load_older(const u16* p) {  // past the L1
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 template <int HALF> __device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 by one half of b

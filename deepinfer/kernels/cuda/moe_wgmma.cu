@@ -57,17 +57,6 @@ static_assert(NMAX % BLOCK == 0 && NMAX <= 160, "widths");
 #define WGMMA_LAYOUT ", 0"
 #include "moe_instructions.cuh"
 
-__device__ __forceinline__ void give_registers() {
-#if REGISTER_BOUND
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-#endif
-}
-
-__device__ __forceinline__ void take_registers() {
-#if REGISTER_BOUND
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
-#endif
-}
 #endif
 
 #if GATHER
@@ -347,14 +336,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) moe_wgmma(const 
   let_next_kernel_start();
   __syncthreads();
   if (warp >= CONSUMER_WARPS) {
-    give_registers();
+    if (REGISTER_BOUND) give_registers<PRODUCER_REGISTERS>();
     if (warp == CONSUMER_WARPS) {
       int* before = (int*)(shared + PARTS_OFFSET);
       count_parts(before, g.offsets, lane);
       if (lane == 0) produce(g, ring, work, before);
     }
   } else {
-    take_registers();
+    if (REGISTER_BOUND) take_registers<CONSUMER_REGISTERS>();
     const int group = warp / 4, part = warp % 4;
     while (true) {
       barrier_wait(ring.full(), ring.parity);

@@ -20,17 +20,8 @@ static_assert(4 * ROWS * SUM_STRIDE * 4 <= GATE_BYTES + ROWS * STRIDE, "the sums
 
 // ---------------------------------------------------------------- instructions
 #include "launch.cuh"
+#include "matrices.cuh"
 #include "memory.cuh"
-
-__device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // ---------------------------------------------------------------- the kernel
 // `count` rows of a matrix [limit, HIDDEN] from `row` on, SLICE columns from `column` on; zeros outside.

@@ -93,8 +93,8 @@ template <int N> static void copy_wait() {
     for (const AsyncCopy& copy : groups[0]) std::memset(copy.to, 0, 16), std::memcpy(copy.to, copy.from, copy.bytes);
 }
 static void fence_for_tensor_cores() {}
-template <int N> static void set_registers_up() {}
-template <int N> static void set_registers_down() {}
+template <int N> static void take_registers() {}
+template <int N> static void give_registers() {}
 static uint4 load_record(const u8* p) {
   if ((uintptr_t)p % 16) fail("misaligned record");
   return *(const uint4*)p;
@@ -113,8 +113,8 @@ static uint4 load_shared(u32 from) { return *(uint4*)at(from); }
 
 // ---------------------------------------------------------------- matrix instructions
 
-static void mma_fence() {}
-static void mma_commit() {}
+static void wgmma_fence() {}
+static void wgmma_commit() {}
 template <int N> static void mma_wait(float (&)[N]) { named_barrier(8 + threadIdx.x / 128, 128); }
 struct Operand { u32 base, column_stride, row_stride; };
 static Operand decode(u64 descriptor) {  // fields of 14 bits, in units of 16 bytes

@@ -10,8 +10,8 @@ static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(h
 // ---------------------------------------------------------------- meetings
 static Meeting consumer_meetings[CLUSTER];
 static void consumer_barrier() { meet(consumer_meetings[fibers[current].cta], 32 * CONSUMER_WARPS); }
-static void give_registers() {}
-static void take_registers() {}
+template <int PER_THREAD> static void give_registers() {}
+template <int PER_THREAD> static void take_registers() {}
 
 // ---------------------------------------------------------------- memory
 static void wait_or_give_up(u32 address, u32 parity) { barrier_wait(address, parity); }

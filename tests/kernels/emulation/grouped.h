@@ -22,8 +22,8 @@ static void __syncwarp() { meet(my_warp().meeting, 32); }
 static void __syncthreads() { meet(meetings[0], cta_threads); }
 static void group_barrier(int group) { meet(meetings[group + 1], 128); }
 static void wait_for_earlier_kernels() {}
-static void give_registers() {}
-static void take_registers() {}
+template <int PER_THREAD> static void give_registers() {}
+template <int PER_THREAD> static void take_registers() {}
 
 static u32 from_lane(u32 value, int lane) {
   Warp& warp = my_warp();
