@@ -585,12 +585,12 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
     named_barrier(1, 256);
     finish_row(a, small, shared_pointer, sums, factors, row, 0, step - 1);
 #else
-    cluster_barrier();  // all key buffers of the cluster are done with
+    meet_cluster();  // all key buffers of the cluster are done with
     send_sums(sums, shared, split, 0, thread);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (quad == 0) send_stats(shared, split, head + 8 * r, largest[r], total[r]);
-    cluster_barrier();
+    meet_cluster();
     combine(a, shared_pointer, split, 0, thread, row, head);
 #endif
   }
@@ -626,9 +626,9 @@ __device__ __forceinline__ void consume_right(const Arguments& a, Small& small, 
     const float factors[2] = {small.finish[item & 1][head], small.finish[item & 1][head + 8]};
     finish_row(a, small, shared_pointer, sums, factors, row, 1, step - 1);
 #else
-    cluster_barrier();
+    meet_cluster();
     send_sums(sums, shared, split, 1, thread);
-    cluster_barrier();
+    meet_cluster();
     combine(a, shared_pointer, split, 1, thread, row, head);
 #endif
   }
@@ -671,8 +671,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
     give_registers<88>();
     produce(a, small, shared, split, first, stride);
     if (SPLITS > 1) {
-      cluster_barrier();
-      cluster_barrier();
+      meet_cluster();
+      meet_cluster();
     }
   } else if (role == 0) {
     take_registers<240>();  // 240 + 176 + 88 = 3 * 168, what the launch gets

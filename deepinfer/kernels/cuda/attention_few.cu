@@ -67,6 +67,7 @@ struct Arguments {
 
 // ---------------------------------------------------------------- instructions
 #include "barriers.cuh"
+#include "clusters.cuh"
 #include "launch.cuh"
 #include "matrices.cuh"
 #include "numbers.cuh"
@@ -75,11 +76,6 @@ __device__ __forceinline__ void cluster_arrive() {  // after it others may send 
   asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-__device__ __forceinline__ u32 remote_address(u32 local, u32 rank) {
-  u32 remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  return remote;
-}
 // To another CTA's memory and, in bytes, its barrier.
 __device__ __forceinline__ void send(u32 to, u32 barrier, float a, float b, float c, float d) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];"

@@ -1,5 +1,6 @@
 // Instructions of attention.cu: barriers, copies, matrix products, conversions.
 #include "barriers.cuh"
+#include "clusters.cuh"
 #include "launch.cuh"
 #include "numbers.cuh"
 #include "warpgroups.cuh"
@@ -17,14 +18,9 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 }
 __device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ void cluster_barrier() {
+__device__ __forceinline__ void meet_cluster() {
   __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ u32 remote_address(u32 local, u32 rank) {
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  return remote;
+  cluster_barrier();
 }
 __device__ __forceinline__ void store_remote(u32 to, float a, float b, float c, float d) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");

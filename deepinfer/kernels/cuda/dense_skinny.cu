@@ -38,6 +38,7 @@ static_assert(GROUP_N % (32 * WM) == 0 || GROUP_N == N, "a CTA must not straddle
 
 // ---------------------------------------------------------------- instructions
 #include "barriers.cuh"
+#include "clusters.cuh"
 #include "launch.cuh"
 #include "matrices.cuh"
 #include "numbers.cuh"
@@ -58,16 +59,6 @@ __device__ __forceinline__ uint4 load_weights(const void* p) {
   return v;
 }
 
-__device__ __forceinline__ u32 cluster_rank() {
-#if CLUSTER > 1
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-#else
-  return 0;
-#endif
-}
-
 __device__ __forceinline__ void cluster_start() {  // with cluster_started: every CTA of the cluster runs
 #if CLUSTER > 1
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -78,22 +69,6 @@ __device__ __forceinline__ void cluster_started() {
 #if CLUSTER > 1
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-}
-
-__device__ __forceinline__ void cluster_barrier() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-
-// The address in CTA `rank` of the cluster that corresponds to `address` in this one.
-__device__ __forceinline__ u32 address_in(u32 address, int rank) {
-#if CLUSTER > 1
-  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-#endif
-  return address;
 }
 
 __device__ __forceinline__ void store_sum(u32 address, float value) {
@@ -198,7 +173,7 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
   char* x_shared = shared + RING_BYTES + SOURCES * MAX_UNITS * 128;  // [ROWS][X_STRIDE]
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % WM, k_warp = warp / WM;
-  const int rank = (int)cluster_rank(), tile = blockIdx.x / CLUSTER, first_row = blockIdx.y * ROWS;
+  const int rank = CLUSTER > 1 ? (int)cluster_rank() : 0, tile = blockIdx.x / CLUSTER, first_row = blockIdx.y * ROWS;
   const int block_row = tile * WM + row_warp;
   const int first = rank * NUM_CHUNKS / CLUSTER, count = (rank + 1) * NUM_CHUNKS / CLUSTER - first;
   const int warp_first = k_warp * count / WK;
@@ -291,14 +266,15 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
       const int row = nt * 8 + 2 * (lane % 4) + odd, unit = row * WM + row_warp;
       if (first_row + row >= rows) continue;
       const u32 mine = shared_address(partial + (source * MAX_UNITS + unit / CLUSTER) * 32 + lane / 4);
-      const u32 to = address_in(mine, unit % CLUSTER);
+      const u32 to = CLUSTER > 1 ? remote_address(mine, unit % CLUSTER) : mine;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         store_sum(to + m * 64, sum[m][nt][odd]);
         store_sum(to + m * 64 + 32, sum[m][nt][odd + 2]);
       }
     }
-  cluster_barrier();
+  if (CLUSTER > 1) cluster_barrier();
+  else __syncthreads();
 
   for (int local = warp; local < MAX_UNITS; local += WM * WK) {
     const int unit = local * CLUSTER + rank, row = first_row + unit / WM, out_block = tile * WM + unit % WM;

@@ -45,6 +45,7 @@ struct __align__(64) TensorMap {
 
 // ---------------------------------------------------------------- instructions
 #include "barriers.cuh"
+#include "clusters.cuh"
 #include "launch.cuh"
 #include "numbers.cuh"
 #include "warpgroups.cuh"
@@ -107,28 +108,8 @@ __device__ __forceinline__ void wait_or_give_up(u32 barrier, u32 parity) {
                "@more bra again; }" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ int cluster_rank() {
-  int rank = 0;
-#if CLUSTER > 1
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ void consumer_barrier() {
   asm volatile("bar.sync 1, %0;" :: "n"(32 * CONSUMER_WARPS) : "memory");
-}
-
-// The address in CTA `rank` of the cluster that corresponds to `address` in this one.
-__device__ __forceinline__ u32 address_in(u32 address, int rank) {
-#if CLUSTER > 1
-  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-#endif
-  return address;
 }
 
 __device__ __forceinline__ float4 load_sums(u32 address) {
@@ -198,7 +179,7 @@ __device__ __forceinline__ void finish(u32 sums, void* y, int rows, int rank, in
                                        int lane) {
   u32 from[CLUSTER];
 #pragma unroll
-  for (int s = 0; s < CLUSTER; ++s) from[s] = address_in(sums, s);
+  for (int s = 0; s < CLUSTER; ++s) from[s] = CLUSTER > 1 ? remote_address(sums, s) : sums;
   const int step = CLUSTER * CONSUMER_WARPS;
   for (int unit = rank + CLUSTER * warp; unit < UNITS; unit += step * BATCH) {
     if (first_row + unit * 32 / (MT / 4) >= rows) break;
@@ -237,6 +218,12 @@ __device__ __forceinline__ void finish(u32 sums, void* y, int rows, int rank, in
   }
 }
 
+__device__ __forceinline__ int rank_in_cluster() {  // written out in its place it makes the compiler order code otherwise
+  int rank = 0;
+  if (CLUSTER > 1) rank = cluster_rank();
+  return rank;
+}
+
 // weights: packed blocks [N/32, NUM_CHUNKS, 2048 bytes]. scales: [N/32, NUM_CHUNKS], two bf16 powers of two per block.
 // x_map: bf16 [rows, groups * K], boxes of [NB, 64], 128-byte swizzle. y: [rows, OUT_N], contiguous; with PARTIAL
 // float32 [SLICES, rows, OUT_N]. Grid: clusters by weight tiles (with PARTIAL: by weight tiles and slices), then by tiles
@@ -252,7 +239,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
   const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rank = cluster_rank(), row_tiles = (rows + NB - 1) / NB, cluster = blockIdx.x / CLUSTER;
+  const int rank = rank_in_cluster(), row_tiles = (rows + NB - 1) / NB, cluster = blockIdx.x / CLUSTER;
   const int first_row = cluster % row_tiles * NB, part_of_weight = cluster / row_tiles;
   const int tile = PARTIAL ? part_of_weight / SLICES : part_of_weight;
   const int slice = PARTIAL ? part_of_weight % SLICES : rank;

@@ -37,13 +37,10 @@ struct Arguments {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "clusters.cuh"
 #include "launch.cuh"
+#include "memory.cuh"
 
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank = 0;
-  if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 __device__ __forceinline__ void cluster_arrive() {
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
@@ -51,12 +48,7 @@ __device__ __forceinline__ void cluster_wait() {
   if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 __device__ __forceinline__ int load_of(const int* p, u32 rank) {  // the value at this place in another CTA
-  if (CLUSTER == 1) return *p;
-  u32 address = (u32)__cvta_generic_to_shared(p);
-  int value;
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
+  return CLUSTER == 1 ? *p : load_remote(remote_address(shared_address(p), rank));
 }
 
 // ---------------------------------------------------------------- order
@@ -97,7 +89,7 @@ __device__ __forceinline__ void clear_words(const Order& o) {
 // Every thread of the cluster, after all rows are marked. `chosen` holds the experts of this CTA's rows.
 __device__ __forceinline__ void order(const Arguments& a, const Order& o, const int* chosen, int first_row, int num_rows) {
   const int expert = threadIdx.x;
-  const u32 rank = cluster_rank();
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
   __syncthreads();
   int count = 0, earlier = 0;
   if (expert < EXPERTS) {

@@ -39,30 +39,13 @@ struct Shared {
   int bin, above, before;  // what one thread found out for all
 };
 
+#include "clusters.cuh"
 #include "launch.cuh"
+#include "memory.cuh"
 
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-__device__ __forceinline__ u32 remote_address(const void* p, u32 rank) {
-  const u32 local = (u32)__cvta_generic_to_shared(p);
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  return remote;
-}
 __device__ __forceinline__ int4 load_remote_4(u32 from) {
   int4 v;
   asm volatile("ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ int load_remote(u32 from) {
-  int v;
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
 
@@ -135,7 +118,7 @@ template <int SIZE> __device__ __forceinline__ void find_bin(Shared& s, const in
 #pragma unroll
     for (int i = 0; i < EACH; i += 4) {
       const int4 v = ranks == 1 ? *reinterpret_cast<const int4*>(histogram + first + i)
-                                : load_remote_4(remote_address(histogram + first + i, r));
+                                : load_remote_4(remote_address(shared_address(histogram + first + i), r));
       const int values[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -232,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_top(const Arguments
   const int lane = threadIdx.x % 32, low_bin = LOW_BINS - 1 - lane;
   int own = 0, own_before = 0;
   for (u32 r = 0; r < ranks; ++r) {
-    const int value = ranks == 1 ? s.low[low_bin] : load_remote(remote_address(&s.low[low_bin], r));
+    const int value = ranks == 1 ? s.low[low_bin] : load_remote(remote_address(shared_address(&s.low[low_bin]), r));
     own += value;
     if (r < rank) own_before += value;
   }

@@ -78,7 +78,7 @@ static void warp_arrive(u64* p) {
   if (threadIdx.x % 32 == 0) barrier_arrive(p);
 }
 static void named_barrier(int id, int threads) { meet(my_meeting(id), threads); }
-static void cluster_barrier() { meet(cluster_meeting, CTA_THREADS * num_ctas); }
+static void meet_cluster() { meet(cluster_meeting, CTA_THREADS * num_ctas); }
 static u32 remote_address(u32 local, u32 rank) { return (local & 0xFFFFFF) | rank << 24; }
 static void store_remote(u32 to, float a, float b, float c, float d) { float v[4] = {a, b, c, d}; std::memcpy(at(to), v, 16); }
 static void store_remote(u32 to, float a, float b) { float v[2] = {a, b}; std::memcpy(at(to), v, 8); }

@@ -55,7 +55,7 @@ static void multiply(const Multiply& m) {  // a warp's part of wgmma.m64nNk16: A
     const int high = i / 2 % 2, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     for (int k = 0; k < 16; ++k) {
       const u32 pair = warp.values[lane / 4 * 4 + k % 8 / 2][2 * (k / 8) + high];
-      const u16 b = *(const u16*)at(address_in(swizzled(start + column * 128 + k * 2), fibers[current].cta));
+      const u16 b = *(const u16*)at(remote_address(swizzled(start + column * 128 + k * 2), fibers[current].cta));
       m.d[i] += bf16(pair >> 16 * (k % 2) & 0xFFFF) * bf16(b);
     }
   }
