@@ -85,11 +85,7 @@ __device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barri
 }
 
 // ---------------------------------------------------------------- the kernel
-// Two e4m3 codes, each in the high byte of a half word, to two bf16. With its exponent field moved unchanged the value
-// is 2^-120 times the code, subnormals included; `scale` is 2^120 times the block's scale, so the product is exact.
-__device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {
-  return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
-}
+#include "dense_decode.cuh"
 
 // Round a warp's 32 values (already bf16) to FP8 with one power-of-two scale: the value, exact in bf16.
 __device__ __forceinline__ float round_q8(float value) {

@@ -14,9 +14,7 @@
 #include "numbers.cuh"
 
 // ---------------------------------------------------------------- the kernel
-__device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {  // see dense_skinny.cu
-  return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
-}
+#include "dense_decode.cuh"
 
 // Two neighbouring columns, as they are kept in a row.
 __device__ __forceinline__ void store_pair(u32* row, int column, u32 pair) {

@@ -125,9 +125,7 @@ __device__ __forceinline__ float4 load_sums(u32 address) {
 }
 
 // ---------------------------------------------------------------- the kernel
-__device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {  // see dense_skinny.cu
-  return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
-}
+#include "dense_decode.cuh"
 
 struct Codes {  // a warp's 16 rows x 64 columns: this lane's part
   uint4 top, bottom;

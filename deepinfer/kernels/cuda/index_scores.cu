@@ -56,12 +56,7 @@ template <int J> __device__ __forceinline__ u32 expand(u32 word, u32 scale) {
 __device__ __forceinline__ float bf16_value(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
 #include "index_order_key.cuh"
-
-__device__ __forceinline__ int scored_of(int visible) {
-  if (NUM_BLOCKS == 0) return visible;
-  const int blocks = (visible + BLOCK_SIZE - 1) / BLOCK_SIZE;
-  return visible - max(blocks - NUM_BLOCKS, 0) * BLOCK_SIZE;
-}
+#include "index_scored.cuh"
 
 // ends[r] = number of tiles of rows 0 to r. Returns the total. All threads of the CTA.
 __device__ __forceinline__ int count_tiles(const Arguments& a, int* ends, int* warp_sums) {

@@ -55,11 +55,7 @@ __device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {  // two int16 each
   return c;
 }
 
-__device__ __forceinline__ int scored_of(int visible) {
-  if (NUM_BLOCKS == 0) return visible;
-  const int blocks = (visible + BLOCK_SIZE - 1) / BLOCK_SIZE;
-  return visible - max(blocks - NUM_BLOCKS, 0) * BLOCK_SIZE;
-}
+#include "index_scored.cuh"
 
 // Keys [index, index + VECTOR) in [0, 65535]; those from `end` on are -1, below every key.
 __device__ __forceinline__ void load_keys(const short* keys, int index, int end, int num_keys, int (&out)[VECTOR]) {
@@ -84,7 +80,7 @@ __device__ __forceinline__ void load_keys(const short* keys, int index, int end,
 }
 
 // Sum over all threads before this one; `total` over all. Every thread calls it; scratch may be used again after the next
-// barrier.
+// barrier. (route_select.cu has the same sum; with one text for both, one of them would get other machine code.)
 __device__ __forceinline__ int exclusive_sum(int value, int* scratch, int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int sum = value;
