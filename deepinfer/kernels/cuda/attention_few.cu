@@ -76,6 +76,7 @@ __device__ __forceinline__ void cluster_arrive() {  // after it others may send 
   asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
 // To another CTA's memory and, in bytes, its barrier.
 __device__ __forceinline__ void send(u32 to, u32 barrier, float a, float b, float c, float d) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];"

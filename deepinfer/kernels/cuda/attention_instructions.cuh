@@ -1,4 +1,4 @@
-// Instructions of attention.cu: barriers, copies, matrix products, conversions.
+// Instructions of attention.cu, beside those that kernels share: barriers, copies, matrix products, conversions.
 #include "barriers.cuh"
 #include "clusters.cuh"
 #include "launch.cuh"

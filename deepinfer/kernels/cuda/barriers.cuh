@@ -37,7 +37,7 @@ __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) { barrie
 
 __device__ __forceinline__ void barrier_arrive(u64* barrier) { barrier_arrive(shared_address(barrier)); }
 
-__device__ __forceinline__ void barrier_wait_forever(u64* barrier, u32 parity) {  // the shortest code
+__device__ __forceinline__ void barrier_wait_forever(u64* barrier, u32 parity) {  // short code, but where barrier_wait fails it hangs
   asm volatile("{ .reg .pred done;\n"
                "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra again; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");

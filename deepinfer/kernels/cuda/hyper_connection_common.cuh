@@ -1,4 +1,4 @@
-// What the hyper-connection kernels share: numbers, and the machine's instructions. Each kernel's file includes it first.
+// What the hyper-connection kernels share: vectors, and the machine's instructions. Each kernel's file includes it first.
 
 #include "types.cuh"
 

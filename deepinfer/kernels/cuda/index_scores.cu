@@ -16,6 +16,10 @@
 // NUM_BLOCKS (candidate blocks of a row, or 0: all visible entries), BLOCK_SIZE (entries of a candidate block, a multiple
 // of 8).
 
+#include "launch.cuh"
+#include "matrices.cuh"
+#include "memory.cuh"
+#include "numbers.cuh"
 #include "types.cuh"
 
 #define WIDTH 128
@@ -40,11 +44,6 @@ struct Arguments {
   short* out;          // [rows, out_stride]
   int weights_stride, table_stride, out_stride, rows, min_scored;
 };
-
-#include "launch.cuh"
-#include "matrices.cuh"
-#include "memory.cuh"
-#include "numbers.cuh"
 
 // Nibbles J and J + 4 of a word as bf16 values times 2^-126, then times `scale` (twice the same bf16).
 template <int J> __device__ __forceinline__ u32 expand(u32 word, u32 scale) {

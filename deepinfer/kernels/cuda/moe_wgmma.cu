@@ -56,7 +56,6 @@ static_assert(NMAX % BLOCK == 0 && NMAX <= 160, "widths");
 #define WGMMA_KIND "k16.f32.bf16.bf16"
 #define WGMMA_LAYOUT ", 0"
 #include "moe_instructions.cuh"
-
 #endif
 
 #if GATHER

@@ -10,6 +10,9 @@
 // consecutive entries, capped at the largest finite bf16, the last one above all), NUM_BLOCKS and BLOCK_SIZE (as in the
 // scores), PER_BLOCK, HAS_SLOTS and HAS_ENTRIES (what is written), THREADS, SHORT (keys that one CTA takes alone).
 
+#include "clusters.cuh"
+#include "launch.cuh"
+#include "memory.cuh"
 #include "types.cuh"
 
 #define BINS 2048
@@ -38,10 +41,6 @@ struct Shared {
   int sums[WARPS], other_sums[WARPS];
   int bin, above, before;  // what one thread found out for all
 };
-
-#include "clusters.cuh"
-#include "launch.cuh"
-#include "memory.cuh"
 
 __device__ __forceinline__ int4 load_remote_4(u32 from) {
   int4 v;
