@@ -41,14 +41,14 @@ RESULTS: list[dict[str, Any]] = []
 ABLATIONS = {
     "reader fences": [
         (r"fence_for_tensor_cores\(\);\n(\s+warp_arrive\(&small.key_full)", r"\1"),
-        (r"(barrier_wait\(&small.key_full\[.*\);)", r"\1 fence_for_tensor_cores();"),
+        (r"(barrier_wait_forever\(&small.key_full\[.*\);)", r"\1 fence_for_tensor_cores();"),
     ],
     "no key fence": [(r"fence_for_tensor_cores\(\);\n(\s+warp_arrive\(&small.key_full)", r"\1")],
     "expansion unrolled": [(r"#pragma unroll 1\n(.*\n\s+copy_wait<3>)", r"#pragma unroll\n\1")],
     "no expansion": [(r"(u32 column, (const Places& places|u32 first, u32 second)\) \{)", r"\1 return;")],
     "no copies": [(r"(\) \{\n\s+const u8\* from = copy.from \+.*)", r"\1\ncopy_commit(); return;")],
     "no logits": [(r"(k < )32(; \+\+k\) \{\n\s+const u32 at)", r"\g<1>1\2")],
-    "no sums": [(r"(mma_fence\(\);\n#pragma unroll\n\s+for \(int k = 0; k < )4", r"\g<1>0")],
+    "no sums": [(r"(wgmma_fence\(\);\n#pragma unroll\n\s+for \(int k = 0; k < )4", r"\g<1>0")],
     "no output": [(r"column < first_column \+ columns", "column < (row == -5) * columns")],
     "no rounding": [(r"if \(a.quantize\)", "if (a.quantize == 7)")],
 }

@@ -248,12 +248,21 @@ def _load(source: str, entry: str, defines: tuple[tuple[str, int], ...], index: 
 
 
 def read_source(source: str) -> str:
-    """The text of ``deepinfer/kernels/cuda/<source>`` with the files that it includes in place of their names."""
+    """The text of ``deepinfer/kernels/cuda/<source>`` with the files that it includes in place of their names.
+
+    Included files may include others. Each comes once, where it is included first: so not under a condition, unless
+    nothing after it includes it.
+    """
+    found: set[str] = set()
+
+    def expand(name: str) -> str:
+        found.add(name)
+        return re.sub(r'^#include "(.+)"\n', included, (SOURCES / name).read_text(), flags=re.MULTILINE)
 
     def included(match: re.Match[str]) -> str:
-        return (SOURCES / match[1]).read_text()
+        return "" if match[1] in found else expand(match[1])
 
-    return re.sub(r'^#include "(.+)"\n', included, (SOURCES / source).read_text(), flags=re.MULTILINE)
+    return expand(source)
 
 
 def compile_cubin(source: str, defines: Mapping[str, int], architecture: str) -> bytes:

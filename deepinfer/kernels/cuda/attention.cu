@@ -23,10 +23,7 @@
 // Fp4Record, else Fp8Record), SPLITS (1, 2, 4, 8), SPLIT_WEIGHTS (weights in two bf16 parts), GROUP_HEADS (0, or with
 // SPLITS = 1 the heads whose output shares a power of two and leaves as e4m3 codes: 4, 8 or 16).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define D 512
 #define BLOCK 64                       // keys
@@ -107,7 +104,7 @@ __device__ __forceinline__ u32 widen_e2m1(u32 word, u32 lifted, u32 k) {
 // Two values of a Q8 group as bf16: rounded to e4m3 after division by 2^exponent.
 __device__ __forceinline__ u32 round_q8(float low, float high, float inverse, float scale) {
   const float2 v = round_e4m3(low * inverse, high * inverse);
-  return pack_bf16(v.x * scale, v.y * scale);
+  return to_bf16_pair(v.x * scale, v.y * scale);
 }
 
 // ---------------------------------------------------------------- producer
@@ -159,7 +156,7 @@ __device__ __forceinline__ void copy_query(const Arguments& a, u32 tile, int row
 }
 __device__ __forceinline__ u32 turn(u32 pair, float cosine, float sine) {
   const float x = low_bf16(pair), y = high_bf16(pair);
-  return pack_bf16(fmaf(x, cosine, -(y * sine)), fmaf(x, sine, y * cosine));
+  return to_bf16_pair(fmaf(x, cosine, -(y * sine)), fmaf(x, sine, y * cosine));
 }
 // Called by the 128 threads that called copy_query.
 __device__ __forceinline__ void complete_query(const Arguments& a, u32 tile, int row, int thread) {
@@ -283,7 +280,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Small& small, u32 sh
     for (int block = range.begin; block < range.end; ++block, ++step) {
       const int buffer = step & 1;
       const u32 tile = shared + AT_KEYS + buffer * TILE_BYTES;
-      barrier_wait(&small.key_free[buffer], ((step >> 1) & 1) ^ 1);
+      barrier_wait_forever(&small.key_free[buffer], ((step >> 1) & 1) ^ 1);
       const u32 seen = __ballot_sync(~0u, unit.record != nullptr);
       if (lane == 0) small.seen[buffer][warp] = seen;
       for (bool more = true; more;) {
@@ -316,7 +313,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Small& small, u32 sh
       warp_arrive(&small.key_full[buffer]);
       if (block == range.begin) {
         if (item > 0) {
-          barrier_wait(&small.query_free, (item & 1) ^ 1);
+          barrier_wait_forever(&small.query_free, (item & 1) ^ 1);
           copy_query(a, shared + AT_QUERY, row, thread);
         }
         complete_query(a, shared + AT_QUERY, row, thread);
@@ -340,8 +337,8 @@ __device__ __forceinline__ void stage(u8* tile, int head, int quad, int chunk, u
 __device__ __forceinline__ void stage_sums(const float (&sums)[128], const float (&factors)[2], u8* tile, int head, int quad, int first_chunk) {
 #pragma unroll
   for (int t = 0; t < 32; ++t)
-    stage(tile, head, quad, first_chunk + t, pack_bf16(sums[4 * t] * factors[0], sums[4 * t + 1] * factors[0]),
-          pack_bf16(sums[4 * t + 2] * factors[1], sums[4 * t + 3] * factors[1]));
+    stage(tile, head, quad, first_chunk + t, to_bf16_pair(sums[4 * t] * factors[0], sums[4 * t + 1] * factors[0]),
+          to_bf16_pair(sums[4 * t + 2] * factors[1], sums[4 * t + 3] * factors[1]));
 }
 
 // Eight channels rounded by Q8; the four lanes that hold a group call it together.
@@ -448,7 +445,7 @@ __device__ __forceinline__ void combine(const Arguments& a, u8* shared_pointer, 
       v[2] += x.z * factors[s][1];
       v[3] += x.w * factors[s][1];
     }
-    stage(shared_pointer + AT_QUERY, head, thread % 4, split * TILES + tile, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+    stage(shared_pointer + AT_QUERY, head, thread % 4, split * TILES + tile, to_bf16_pair(v[0], v[1]), to_bf16_pair(v[2], v[3]));
   }
   named_barrier(1, 256);
   const int warp = consumer * 4 + thread / 32;
@@ -498,10 +495,10 @@ __device__ __forceinline__ void softmax(const float (&logits)[32], float (&large
     for (int r = 0; r < 2; ++r) {
       const float x = exp2_fast(fmaf(logits[4 * t + 2 * r], scale, -largest[r]));
       const float y = exp2_fast(fmaf(logits[4 * t + 2 * r + 1], scale, -largest[r]));
-      const u32 pair = pack_bf16(x, y);
+      const u32 pair = to_bf16_pair(x, y);
       weights[0][2 * t + r] = pair;
       if (SPLIT_WEIGHTS) {
-        weights[WEIGHT_PARTS - 1][2 * t + r] = pack_bf16(x - low_bf16(pair), y - high_bf16(pair));
+        weights[WEIGHT_PARTS - 1][2 * t + r] = to_bf16_pair(x - low_bf16(pair), y - high_bf16(pair));
         total[r] += x + y;
       } else {
         total[r] += low_bf16(pair) + high_bf16(pair);  // what the values are multiplied by
@@ -539,28 +536,28 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
     total[0] = total[1] = split == 0 && quad == 0 ? 1.0f : 0.0f;
 #pragma unroll
     for (int i = 0; i < 128; ++i) sums[i] = 0;
-    if (range.begin < range.end) barrier_wait(&small.query_full, item & 1);
+    if (range.begin < range.end) barrier_wait_forever(&small.query_full, item & 1);
     for (int block = range.begin; block < range.end; ++block, ++step) {
       const u32 keys = shared + AT_KEYS + (step & 1) * TILE_BYTES;
-      barrier_wait(&small.key_full[step & 1], (step >> 1) & 1);
+      barrier_wait_forever(&small.key_full[step & 1], (step >> 1) & 1);
       float logits[32];
-      mma_fence();
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 32; ++k) {
         const u32 at = (k / 4) * COLUMN_BYTES + (k % 4) * 32;
         mma_logits(logits, operand(shared + AT_QUERY, at), operand(keys, at), k != 0);
       }
-      mma_commit();
+      wgmma_commit();
       mma_wait(logits);
       if (block == range.end - 1) warp_arrive(&small.query_free);
       hide_unseen(logits, *(const uint4*)small.seen[step & 1], quad);
       float shrink[2];
       u32 weights[WEIGHT_PARTS][16];
       softmax(logits, largest, total, shrink, weights, scale);
-      barrier_wait(&small.weight_free, (step & 1) ^ 1);
+      barrier_wait_forever(&small.weight_free, (step & 1) ^ 1);
       share_weights(small, shared_pointer, weights, shrink, head, quad);
       rescale(sums, shrink[0], shrink[1]);
-      mma_fence();
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -569,7 +566,7 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
           const u32 four[4] = {w[0], w[1], w[2], w[3]};
           mma_sum(sums, four, operand(keys, k * 2048));
         }
-      mma_commit();
+      wgmma_commit();
       mma_wait(sums);
       if (block + 1 < range.end) warp_arrive(&small.key_free[step & 1]);
     }
@@ -588,12 +585,12 @@ __device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u
     named_barrier(1, 256);
     finish_row(a, small, shared_pointer, sums, factors, row, 0, step - 1);
 #else
-    cluster_barrier();  // all key buffers of the cluster are done with
+    meet_cluster();  // all key buffers of the cluster are done with
     send_sums(sums, shared, split, 0, thread);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (quad == 0) send_stats(shared, split, head + 8 * r, largest[r], total[r]);
-    cluster_barrier();
+    meet_cluster();
     combine(a, shared_pointer, split, 0, thread, row, head);
 #endif
   }
@@ -610,16 +607,16 @@ __device__ __forceinline__ void consume_right(const Arguments& a, Small& small, 
     for (int i = 0; i < 128; ++i) sums[i] = 0;
     for (int block = range.begin; block < range.end; ++block, ++step) {
       const u32 values = shared + AT_KEYS + (step & 1) * TILE_BYTES + 4 * COLUMN_BYTES;
-      barrier_wait(&small.weight_full, step & 1);
-      barrier_wait(&small.key_full[step & 1], (step >> 1) & 1);
+      barrier_wait_forever(&small.weight_full, step & 1);
+      barrier_wait_forever(&small.key_full[step & 1], (step >> 1) & 1);
       rescale(sums, small.shrink[head], small.shrink[head + 8]);
-      mma_fence();
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
 #pragma unroll
         for (int part = 0; part < WEIGHT_PARTS; ++part)
           mma_sum(sums, operand(shared + AT_WEIGHTS, part * COLUMN_BYTES + 32 * k), operand(values, k * 2048));
-      mma_commit();
+      wgmma_commit();
       mma_wait(sums);
       warp_arrive(&small.weight_free);
       if (block + 1 < range.end) warp_arrive(&small.key_free[step & 1]);
@@ -629,9 +626,9 @@ __device__ __forceinline__ void consume_right(const Arguments& a, Small& small, 
     const float factors[2] = {small.finish[item & 1][head], small.finish[item & 1][head + 8]};
     finish_row(a, small, shared_pointer, sums, factors, row, 1, step - 1);
 #else
-    cluster_barrier();
+    meet_cluster();
     send_sums(sums, shared, split, 1, thread);
-    cluster_barrier();
+    meet_cluster();
     combine(a, shared_pointer, split, 1, thread, row, head);
 #endif
   }
@@ -668,19 +665,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
   }
   __syncthreads();
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int role = threadIdx.x / 128;
   if (role == 2) {
-    set_registers_down<88>();
+    give_registers<88>();
     produce(a, small, shared, split, first, stride);
     if (SPLITS > 1) {
-      cluster_barrier();
-      cluster_barrier();
+      meet_cluster();
+      meet_cluster();
     }
   } else if (role == 0) {
-    set_registers_up<240>();  // 240 + 176 + 88 = 3 * 168, what the launch gets
+    take_registers<240>();  // 240 + 176 + 88 = 3 * 168, what the launch gets
     consume_left(a, small, shared_pointer, shared, split, first, stride);
   } else {
-    set_registers_up<176>();
+    take_registers<176>();
     consume_right(a, small, shared_pointer, shared, split, first, stride);
   }
 }

@@ -28,7 +28,7 @@ __device__ __forceinline__ uint4 codes_of_group(const uint4& x, float& largest) 
   largest = fmaxf(largest, round_e4m3(own * inverse, 0.0f).x * scale);
   u32 codes[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) codes[i] = to_e4m3(low_bf16(word_of(x, i)) * inverse, high_bf16(word_of(x, i)) * inverse);
+  for (int i = 0; i < 4; ++i) codes[i] = to_e4m3_pair(low_bf16(word_of(x, i)) * inverse, high_bf16(word_of(x, i)) * inverse);
   return {permute(codes[0], codes[1], 0x5410), permute(codes[2], codes[3], 0x5410), __float_as_uint(scale), 0};
 }
 

@@ -18,10 +18,7 @@
 // Compile-time constants: H (heads), ROPE (channels that turn, a multiple of 16), FP4 (entries are Fp4Record, else
 // Fp8Record), SPLIT_WEIGHTS (weights in two bf16 parts).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define D 512
 #define THREADS 256
@@ -69,36 +66,17 @@ struct Arguments {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "barriers.cuh"
+#include "clusters.cuh"
+#include "launch.cuh"
+#include "matrices.cuh"
+#include "numbers.cuh"
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Once in a CTA; after the cluster's barrier others may send to it.
-__device__ __forceinline__ void init_barrier(u64* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void cluster_arrive() {
+__device__ __forceinline__ void cluster_arrive() {  // after it others may send to this CTA's barriers
   asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// The barrier's phase ends when as many bytes have come.
-__device__ __forceinline__ void expect(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_for_bytes(u64* barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}"
-      :: "r"(shared_address(barrier)), "r"(parity) : "memory");
-}
-__device__ __forceinline__ u32 remote_address(u32 local, u32 rank) {
-  u32 remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  return remote;
-}
+
 // To another CTA's memory and, in bytes, its barrier.
 __device__ __forceinline__ void send(u32 to, u32 barrier, float a, float b, float c, float d) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];"
@@ -134,43 +112,10 @@ __device__ __forceinline__ void store_global(u16* p, u32 a, u32 b) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(a), "r"(b) : "memory");
 }
 
-__device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
 __device__ __forceinline__ u32 transpose(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float2 round_e4m3(float low, float high) {
-  u16 codes;
-  u32 halves;
-  float2 v;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{\n.reg .f16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}" : "=f"(v.x), "=f"(v.y) : "r"(halves));
-  return v;
 }
 
 // ---------------------------------------------------------------- number formats
@@ -205,13 +150,13 @@ __device__ __forceinline__ void expand(u32 (&pairs)[8], const Codes& codes, bool
 
 __device__ __forceinline__ u32 turn(u32 pair, float cosine, float sine) {
   const float x = low_bf16(pair), y = high_bf16(pair);
-  return pack_bf16(fmaf(x, cosine, -(y * sine)), fmaf(x, sine, y * cosine));
+  return to_bf16_pair(fmaf(x, cosine, -(y * sine)), fmaf(x, sine, y * cosine));
 }
 
 // Two values of a Q8 group as bf16: rounded to e4m3 after division by 2^exponent.
 __device__ __forceinline__ u32 round_q8(u32 pair, float inverse, float scale) {
   const float2 v = round_e4m3(low_bf16(pair) * inverse, high_bf16(pair) * inverse);
-  return pack_bf16(v.x * scale, v.y * scale);
+  return to_bf16_pair(v.x * scale, v.y * scale);
 }
 
 // ---------------------------------------------------------------- keys and queries
@@ -321,10 +266,10 @@ __device__ __forceinline__ void softmax(Shared& shared, const u32 (&seen)[TILES]
 #pragma unroll
   for (int j = 0; j < 3; ++j) {
     const float weight = exp2_fast(logits[j] - top);
-    const u32 rounded = pack_bf16(weight, 0.0f);
+    const u32 rounded = to_bf16_pair(weight, 0.0f);
     const int at = head * WEIGHT_STRIDE + 2 * (16 * j + key);
     *(u16*)(shared.weights[0] + at) = (u16)rounded;
-    if (SPLIT_WEIGHTS) *(u16*)(shared.weights[WEIGHT_PARTS - 1] + at) = (u16)pack_bf16(weight - low_bf16(rounded), 0.0f);
+    if (SPLIT_WEIGHTS) *(u16*)(shared.weights[WEIGHT_PARTS - 1] + at) = (u16)to_bf16_pair(weight - low_bf16(rounded), 0.0f);
     total += SPLIT_WEIGHTS ? weight : low_bf16(rounded);  // what the values are multiplied by
   }
 }
@@ -419,7 +364,7 @@ __device__ __forceinline__ void finish(const Arguments& a, const Shared& shared,
         const float4 x = *from;
         v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
       }
-    u32 low = pack_bf16(v.x, v.y), high = pack_bf16(v.z, v.w);
+    u32 low = to_bf16_pair(v.x, v.y), high = to_bf16_pair(v.z, v.w);
     const int channel = ((split << log_blocks) + block) * 16 + 4 * vector, turning = channel - (D - ROPE);
     if (turning >= 0) {
       const float2 c = *(const float2*)(shared.angles + turning / 2);
@@ -449,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_attention_few(co
   const int begin = all * split >> a.log_splits, end = all * (split + 1) >> a.log_splits;
   const int my_head = threadIdx.x / 16;  // of the softmax
   const float sink = a.sink[min(first_head + my_head, H - 1)] * 1.4426950408889634f;
-  if (threadIdx.x == 0) init_barrier(&shared.stats_full), init_barrier(&shared.sums_full);
+  if (threadIdx.x == 0) barrier_init(&shared.stats_full, 1), barrier_init(&shared.sums_full, 1);
   cluster_arrive();
   wait_for_earlier_kernels();
   let_next_kernel_start();
@@ -460,8 +405,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_attention_few(co
     shared.angles[threadIdx.x] = __int_as_float(load_int(from + (long long)row * (ROPE / 2) + threadIdx.x % (ROPE / 2)));
   }
   if (threadIdx.x == 0) {
-    expect(&shared.stats_full, (GROUP_HEADS * 8) << a.log_splits);
-    expect(&shared.sums_full, GROUP_HEADS * D * 4);
+    barrier_expect(&shared.stats_full, (GROUP_HEADS * 8) << a.log_splits);
+    barrier_expect(&shared.sums_full, GROUP_HEADS * D * 4);
   }
   const Keys source(a, row, window_tiles, end);
   float sums[8][4] = {};
@@ -484,8 +429,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_attention_few(co
          remote_address(shared_address(&shared.stats_full), lane % 16), largest, total);
   // Whoever has the stats of all warps of the cluster knows that all are done with the logits, whose place the sums
   // take.
-  wait_for_bytes(&shared.stats_full, 0);
+  barrier_wait_forever(&shared.stats_full, 0);
   send_sums(shared, sums, a.log_splits, split);
-  wait_for_bytes(&shared.sums_full, 0);
+  barrier_wait_forever(&shared.sums_full, 0);
   finish(a, shared, a.log_splits, split, row, first_head);
 }

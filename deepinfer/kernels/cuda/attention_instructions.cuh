@@ -1,27 +1,13 @@
-// Instructions of attention.cu: barriers, copies, matrix products, conversions.
+// Instructions of attention.cu, beside those that kernels share: barriers, copies, matrix products, conversions.
+#include "barriers.cuh"
+#include "clusters.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "warpgroups.cuh"
 
 // ---------------------------------------------------------------- barriers, copies, matrix instructions
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u64* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
-}
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}"
-      :: "r"(shared_address(barrier)), "r"(parity) : "memory");
-}
 // All lanes are done with what the barrier protects.
 __device__ __forceinline__ void warp_arrive(u64* barrier) {
   __syncwarp();
@@ -32,14 +18,9 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 }
 __device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ void cluster_barrier() {
+__device__ __forceinline__ void meet_cluster() {
   __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ u32 remote_address(u32 local, u32 rank) {
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  return remote;
+  cluster_barrier();
 }
 __device__ __forceinline__ void store_remote(u32 to, float a, float b, float c, float d) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
@@ -48,16 +29,6 @@ __device__ __forceinline__ void store_remote(u32 to, float a, float b, float c, 
 __device__ __forceinline__ void store_remote(u32 to, float a, float b) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(to), "f"(a), "f"(b) : "memory");
 }
-
-__device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes) {  // 16 bytes, those past `bytes` zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() {  // for all groups but the last N
-  asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
-}
-template <int N> __device__ __forceinline__ void set_registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
-template <int N> __device__ __forceinline__ void set_registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
 
 __device__ __forceinline__ uint4 load_record(const u8* p) {
   uint4 v;
@@ -73,14 +44,6 @@ __device__ __forceinline__ void store_codes(u8* p, u32 a, u32 b) {
 __device__ __forceinline__ void store_shared(u32 to, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
-__device__ __forceinline__ uint4 load_shared(u32 from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 #define F4(d, i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define F16(d, i) F4(d, i), F4(d, (i) + 4), F4(d, (i) + 8), F4(d, (i) + 12)
@@ -126,37 +89,6 @@ __device__ __forceinline__ void mma_sum(float (&d)[128], u64 a, u64 b) {
 
 // ---------------------------------------------------------------- arithmetic of the machine
 
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Two values rounded to e4m3.
-__device__ __forceinline__ float2 round_e4m3(float low, float high) {
-  u16 codes;
-  u32 halves;
-  float2 v;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{\n.reg .f16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}" : "=f"(v.x), "=f"(v.y) : "r"(halves));
-  return v;
-}
-__device__ __forceinline__ u32 to_e4m3(float low, float high) {  // two codes
-  u16 codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  return codes;
-}
 __device__ __forceinline__ u32 half_twice(float x) {
   u32 halves;
   asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(halves) : "f"(x));

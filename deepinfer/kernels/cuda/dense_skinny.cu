@@ -19,9 +19,7 @@
 // LOAD_HINT, EARLY (1: the next kernel may start at once, 0: when this one has read its weights), BESIDE (1: x is older
 // than the kernel before this one, which is waited for only before the outputs are written; EARLY then counts for nothing).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define THREADS (32 * WM * WK)
 #define BLOCK_K (FP8 ? 64 : 32)                    // columns of one packed block
@@ -39,7 +37,11 @@ static_assert(N % 32 == 0 && K % 8 == 0, "shape");
 static_assert(GROUP_N % (32 * WM) == 0 || GROUP_N == N, "a CTA must not straddle two groups");
 
 // ---------------------------------------------------------------- instructions
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+#include "barriers.cuh"
+#include "clusters.cuh"
+#include "launch.cuh"
+#include "matrices.cuh"
+#include "numbers.cuh"
 
 __device__ __forceinline__ uint4 load_weights(const void* p) {
   uint4 v;
@@ -57,31 +59,6 @@ __device__ __forceinline__ uint4 load_weights(const void* p) {
   return v;
 }
 
-__device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes) {  // 16 bytes, those past `bytes` zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u32 cluster_rank() {
-#if CLUSTER > 1
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-#else
-  return 0;
-#endif
-}
-
 __device__ __forceinline__ void cluster_start() {  // with cluster_started: every CTA of the cluster runs
 #if CLUSTER > 1
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -94,22 +71,6 @@ __device__ __forceinline__ void cluster_started() {
 #endif
 }
 
-__device__ __forceinline__ void cluster_barrier() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-
-// The address in CTA `rank` of the cluster that corresponds to `address` in this one.
-__device__ __forceinline__ u32 address_in(u32 address, int rank) {
-#if CLUSTER > 1
-  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-#endif
-  return address;
-}
-
 __device__ __forceinline__ void store_sum(u32 address, float value) {
 #if CLUSTER > 1
   asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(value) : "memory");
@@ -118,82 +79,13 @@ __device__ __forceinline__ void store_sum(u32 address, float value) {
 #endif
 }
 
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barriers_ready() {  // for the copy engine as well
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Fails after seconds, instead of hanging.
-  asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
-               "mov.u32 tries, 0;\n"
-               "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "add.u32 tries, tries, 1;\n"
-               "setp.lt.and.u32 more, tries, 4000000, !done;\n"
-               "@more bra again;\n"
-               "@!done trap; }" :: "r"(barrier), "r"(parity) : "memory");
-}
-
 __device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barrier) {  // one packed block
-#if LOAD_HINT == 2
-  asm volatile("{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-               "[%0], [%1], 2048, [%2], policy; }" :: "r"(to), "l"(from), "r"(barrier) : "memory");
-#else
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 2048, [%2];"
-               :: "r"(to), "l"(from), "r"(barrier) : "memory");
-#endif
-}
-
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ float round_e4m3(float value) {
-  u16 code;
-  u32 halves;
-  float rounded;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(value));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(rounded) : "r"(halves));
-  return rounded;
-}
-
-__device__ __forceinline__ u16 to_bf16(float value) {
-  u16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
-
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-  return a;
+  if (LOAD_HINT == 2) copy_bulk_once(to, from, 2048, barrier);
+  else copy_bulk(to, from, 2048, barrier);
 }
 
 // ---------------------------------------------------------------- the kernel
-// Two e4m3 codes, each in the high byte of a half word, to two bf16. With its exponent field moved unchanged the value
-// is 2^-120 times the code, subnormals included; `scale` is 2^120 times the block's scale, so the product is exact.
-__device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {
-  return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
-}
+#include "dense_decode.cuh"
 
 // Round a warp's 32 values (already bf16) to FP8 with one power-of-two scale: the value, exact in bf16.
 __device__ __forceinline__ float round_q8(float value) {
@@ -277,7 +169,7 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
   char* x_shared = shared + RING_BYTES + SOURCES * MAX_UNITS * 128;  // [ROWS][X_STRIDE]
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % WM, k_warp = warp / WM;
-  const int rank = (int)cluster_rank(), tile = blockIdx.x / CLUSTER, first_row = blockIdx.y * ROWS;
+  const int rank = CLUSTER > 1 ? (int)cluster_rank() : 0, tile = blockIdx.x / CLUSTER, first_row = blockIdx.y * ROWS;
   const int block_row = tile * WM + row_warp;
   const int first = rank * NUM_CHUNKS / CLUSTER, count = (rank + 1) * NUM_CHUNKS / CLUSTER - first;
   const int warp_first = k_warp * count / WK;
@@ -370,14 +262,15 @@ dense_skinny(const char* __restrict__ weights, const u32* __restrict__ scales, c
       const int row = nt * 8 + 2 * (lane % 4) + odd, unit = row * WM + row_warp;
       if (first_row + row >= rows) continue;
       const u32 mine = shared_address(partial + (source * MAX_UNITS + unit / CLUSTER) * 32 + lane / 4);
-      const u32 to = address_in(mine, unit % CLUSTER);
+      const u32 to = CLUSTER > 1 ? remote_address(mine, unit % CLUSTER) : mine;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         store_sum(to + m * 64, sum[m][nt][odd]);
         store_sum(to + m * 64 + 32, sum[m][nt][odd + 2]);
       }
     }
-  cluster_barrier();
+  if (CLUSTER > 1) cluster_barrier();
+  else __syncthreads();
 
   for (int local = warp; local < MAX_UNITS; local += WM * WK) {
     const int unit = local * CLUSTER + rank, row = first_row + unit / WM, out_block = tile * WM + unit % WM;

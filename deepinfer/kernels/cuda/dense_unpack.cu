@@ -2,9 +2,7 @@
 // Compile-time constants: K (columns that exist), ROW_SCALED (1: to e4m3 codes with one scale for each 32 rows, see
 // dense/row_scaled.py; 0: to bf16).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
+#include "types.cuh"
 
 #define NUM_CHUNKS ((K + 63) / 64)
 #define WARPS 4
@@ -13,24 +11,14 @@ typedef unsigned int u32;
 #define WORD_COLUMNS (ROW_SCALED ? 4 : 2)
 
 // ---------------------------------------------------------------- instructions
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-  return a;
-}
-__device__ __forceinline__ u16 to_e4m3(float low, float high) {  // two codes
-  u16 codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  return codes;
-}
+#include "numbers.cuh"
 
 // ---------------------------------------------------------------- the kernel
-__device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {  // see dense_skinny.cu
-  return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
-}
+#include "dense_decode.cuh"
 
 // Two neighbouring columns, as they are kept in a row.
 __device__ __forceinline__ void store_pair(u32* row, int column, u32 pair) {
-  if (ROW_SCALED) ((u16*)row)[column / 2] = to_e4m3(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+  if (ROW_SCALED) ((u16*)row)[column / 2] = to_e4m3_pair(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
   else row[column / 2] = pair;
 }
 

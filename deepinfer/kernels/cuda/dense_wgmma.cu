@@ -16,9 +16,7 @@
 // 192 or 256), SLICES, PARTIAL, STAGES, MIN_CTAS, OUT_F32, QUANTIZE (round the output to FP8 in groups of 32), BESIDE (1:
 // x is older than the kernel before this one, which is waited for only before the outputs are written).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define MT (64 * WGS * MF)
 #define CLUSTER (PARTIAL ? 1 : SLICES)
@@ -46,6 +44,12 @@ struct __align__(64) TensorMap {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "barriers.cuh"
+#include "clusters.cuh"
+#include "launch.cuh"
+#include "numbers.cuh"
+#include "warpgroups.cuh"
+
 // d[64, NB] += a[64, 16] * b[16, NB], as inline assembly: its operands' names, then the operands.
 #define D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -94,26 +98,8 @@ __device__ __forceinline__ void wgmma(float (&d)[NB / 2], const u32* a, u64 b) {
 #endif
 }
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barriers_ready() {  // for the copy engine as well
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Gives up after seconds. (A trap there, or the loop written in C++, serialises wgmma.)
+__device__ __forceinline__ void wait_or_give_up(u32 barrier, u32 parity) {
+  // Gives up after seconds: unlike barrier_wait it has no trap, which would serialise wgmma here.
   asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
                "mov.u32 tries, 0;\n"
                "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -122,74 +108,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                "@more bra again; }" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 barrier) {  // one packed block
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 2048, [%2];"
-               :: "r"(to), "l"(from), "r"(barrier) : "memory");
-}
-
-// A box of NB rows and 64 columns.
-__device__ __forceinline__ void copy_activations(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
-
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-  return a;
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ float round_e4m3(float value) {
-  u16 code;
-  u32 halves;
-  float rounded;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(value));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(rounded) : "r"(halves));
-  return rounded;
-}
-
-__device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
-  u32 bits;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  return bits;
-}
-
-__device__ __forceinline__ int cluster_rank() {
-  int rank = 0;
-#if CLUSTER > 1
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ void consumer_barrier() {
   asm volatile("bar.sync 1, %0;" :: "n"(32 * CONSUMER_WARPS) : "memory");
-}
-
-// The address in CTA `rank` of the cluster that corresponds to `address` in this one.
-__device__ __forceinline__ u32 address_in(u32 address, int rank) {
-#if CLUSTER > 1
-  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-#endif
-  return address;
 }
 
 __device__ __forceinline__ float4 load_sums(u32 address) {
@@ -204,27 +124,8 @@ __device__ __forceinline__ float4 load_sums(u32 address) {
   return v;
 }
 
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
-__device__ __forceinline__ void give_registers() {
-#if REGISTER_BOUND
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-#endif
-}
-
-__device__ __forceinline__ void take_registers() {
-#if REGISTER_BOUND
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
-#endif
-}
-
 // ---------------------------------------------------------------- the kernel
-__device__ __forceinline__ u32 decode_pair(u32 codes, u32 scale) {  // see dense_skinny.cu
-  return times(((codes >> 4) & 0x07F007F0u) | (codes & 0x80008000u), scale);
-}
+#include "dense_decode.cuh"
 
 struct Codes {  // a warp's 16 rows x 64 columns: this lane's part
   uint4 top, bottom;
@@ -276,7 +177,7 @@ __device__ __forceinline__ void finish(u32 sums, void* y, int rows, int rank, in
                                        int lane) {
   u32 from[CLUSTER];
 #pragma unroll
-  for (int s = 0; s < CLUSTER; ++s) from[s] = address_in(sums, s);
+  for (int s = 0; s < CLUSTER; ++s) from[s] = CLUSTER > 1 ? remote_address(sums, s) : sums;
   const int step = CLUSTER * CONSUMER_WARPS;
   for (int unit = rank + CLUSTER * warp; unit < UNITS; unit += step * BATCH) {
     if (first_row + unit * 32 / (MT / 4) >= rows) break;
@@ -315,6 +216,12 @@ __device__ __forceinline__ void finish(u32 sums, void* y, int rows, int rank, in
   }
 }
 
+__device__ __forceinline__ int rank_in_cluster() {  // written out in its place it makes the compiler order code otherwise
+  int rank = 0;
+  if (CLUSTER > 1) rank = cluster_rank();
+  return rank;
+}
+
 // weights: packed blocks [N/32, NUM_CHUNKS, 2048 bytes]. scales: [N/32, NUM_CHUNKS], two bf16 powers of two per block.
 // x_map: bf16 [rows, groups * K], boxes of [NB, 64], 128-byte swizzle. y: [rows, OUT_N], contiguous; with PARTIAL
 // float32 [SLICES, rows, OUT_N]. Grid: clusters by weight tiles (with PARTIAL: by weight tiles and slices), then by tiles
@@ -330,7 +237,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
   const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rank = cluster_rank(), row_tiles = (rows + NB - 1) / NB, cluster = blockIdx.x / CLUSTER;
+  const int rank = rank_in_cluster(), row_tiles = (rows + NB - 1) / NB, cluster = blockIdx.x / CLUSTER;
   const int first_row = cluster % row_tiles * NB, part_of_weight = cluster / row_tiles;
   const int tile = PARTIAL ? part_of_weight / SLICES : part_of_weight;
   const int slice = PARTIAL ? part_of_weight % SLICES : rank;
@@ -348,28 +255,28 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     for (int c = 0; c < ahead; ++c) {
       barrier_expect(full + 8 * c, blocks * 2048 + X_BYTES);
       for (int b = 0; b < blocks; ++b)
-        copy_weights(w_stages + c * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048, full + 8 * c);
+        copy_bulk(w_stages + c * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048, 2048, full + 8 * c);
     }
   }
   __syncwarp();
   __syncthreads();
 
   if (warp >= CONSUMER_WARPS) {
-    give_registers();
+    if (REGISTER_BOUND) give_registers<PRODUCER_REGISTERS>();
     if (warp == CONSUMER_WARPS && lane == 0) {
       const int x_column = tile * MT / GROUP_N * K + first * 64;
-      if (!BESIDE) wait_for_earlier_kernels();
+      if (!BESIDE) wait_for_earlier_kernels(), let_next_kernel_start();
       for (int c = 0; c < ahead; ++c)
-        copy_activations(x_stages + c * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * c);
+        copy_box(x_stages + c * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * c);
       int stage = 0;
       u32 parity = 0;
       for (int c = ahead; c < count; ++c) {
-        barrier_wait(empty + 8 * stage, parity);
+        wait_or_give_up(empty + 8 * stage, parity);
         barrier_expect(full + 8 * stage, blocks * 2048 + X_BYTES);
-        copy_activations(x_stages + stage * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * stage);
+        copy_box(x_stages + stage * X_BYTES, &x_map, x_column + c * 64, first_row, full + 8 * stage);
         for (int b = 0; b < blocks; ++b)
-          copy_weights(w_stages + stage * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048,
-                       full + 8 * stage);
+          copy_bulk(w_stages + stage * W_BYTES + b * 2048, from + ((long long)b * NUM_CHUNKS + c) * 2048, 2048,
+                    full + 8 * stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
     }
@@ -379,7 +286,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     cluster_barrier();
 #endif
   } else {
-    take_registers();
+    if (REGISTER_BOUND) take_registers<CONSUMER_REGISTERS>();
     for (int i = threadIdx.x; i < TILE_BLOCKS * count; i += 32 * CONSUMER_WARPS) {  // word [chunk][block]
       const int block = first_block + i % TILE_BLOCKS;
       const long long place = (long long)block * NUM_CHUNKS + first + i / TILE_BLOCKS;
@@ -405,7 +312,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
 #define X_STAGE (x_stages + stage * X_BYTES)
 #if OPERANDS == 1
     for (int c = 0; c < count; ++c) {
-      barrier_wait(full + 8 * stage, parity);
+      wait_or_give_up(full + 8 * stage, parity);
       const Codes codes = LOAD(0);
       const u32 scale = SCALES(0);
       wgmma_wait<0>();
@@ -420,13 +327,13 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
   multiply_tile(sum[f], a[buffer], X_STAGE); \
   wgmma_wait<1>();
     for (int c = 0; c < count; ++c) {
-      barrier_wait(full + 8 * stage, parity);
+      wait_or_give_up(full + 8 * stage, parity);
       STEP(0, 0)
       RELEASE_BEFORE()
 #if MF == 1
       NEXT()
       if (++c == count) break;
-      barrier_wait(full + 8 * stage, parity);
+      wait_or_give_up(full + 8 * stage, parity);
       STEP(1, 0)
       RELEASE_BEFORE()
 #else
@@ -436,7 +343,7 @@ dense_wgmma(const char* __restrict__ weights, const u32* __restrict__ scales, co
     }
 #endif
     wgmma_wait<0>();
-    if (BESIDE) wait_for_earlier_kernels();
+    if (BESIDE) wait_for_earlier_kernels(), let_next_kernel_start();
     // When no consumer reads the ring any more, its memory takes the partial sums [NB][SUM_STRIDE].
     consumer_barrier();
     float* sums = (float*)(unaligned + (base - shared_address(unaligned)));

@@ -1,8 +1,6 @@
-// What the hyper-connection kernels share: numbers, and the machine's instructions. Each kernel's file includes it first.
+// What the hyper-connection kernels share: vectors, and the machine's instructions. Each kernel's file includes it first.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
+#include "types.cuh"
 
 struct __align__(16) Words { u32 of[4]; };  // 8 bf16
 struct __align__(16) Floats { float of[4]; };
@@ -10,36 +8,9 @@ struct __align__(8) Pair { float of[2]; };
 struct __align__(8) Codes { u32 of[2]; };
 
 // ---------------------------------------------------------------- instructions
-__device__ __forceinline__ u32 pack(float low, float high) {  // to two bf16
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-__device__ __forceinline__ u32 to_e4m3(float low, float high) {  // two codes
-  u16 codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  return codes;
-}
-__device__ __forceinline__ void from_e4m3(u32 codes, float& low, float& high) {
-  u32 halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)codes));
-  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-      : "=f"(low), "=f"(high) : "r"(halves));
-}
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
+#include "launch.cuh"
+#include "matrices.cuh"
+#include "numbers.cuh"
 
 // What is older than the kernel before this one may be read before waiting, past the L1.
 __device__ __forceinline__ void load_older(int& to, const void* from) {

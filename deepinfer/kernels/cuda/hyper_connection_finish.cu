@@ -86,6 +86,7 @@ __device__ __forceinline__ void make_mixes(const Arguments& a, int block, float*
   const int lane = threadIdx.x % 32, mix = min(lane, 23), thread = threadIdx.x % TEAM, place = threadIdx.x / TEAM;
   const float factor = a.scale[mix < 4 ? 0 : mix < 8 ? 1 : 2], offset = a.base[mix];
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int row = block * MIX_ROWS + place;
   sums += place * (GROUPS * SUM_STRIDE);
   sum_groups(a.partial + (long long)min(row, a.rows - 1) * a.record_stride, sums, thread);
@@ -136,7 +137,7 @@ __device__ __forceinline__ void store_row_codes(const Arguments& a, const Words 
     Codes codes = {};
 #pragma unroll
     for (int p = 0; p < 4; ++p)
-      codes.of[p / 2] |= to_e4m3(low_of(rounded[v].of[p]) * inverse, high_of(rounded[v].of[p]) * inverse) << 16 * (p % 2);
+      codes.of[p / 2] |= to_e4m3_pair(low_of(rounded[v].of[p]) * inverse, high_of(rounded[v].of[p]) * inverse) << 16 * (p % 2);
     if (column < HIDDEN) *(Codes*)(a.codes + (long long)row * HIDDEN + column) = codes;
   }
   if (threadIdx.x == 0) ((float*)a.scales)[row] = __uint_as_float((u32)(exponent + 127) << 23);
@@ -151,6 +152,7 @@ __device__ __forceinline__ void norm(const Arguments& a, int row, int part, floa
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) load_norm(a, min(first + v * (THREADS * 8), HIDDEN - 8), weight[v]);
   wait_for_earlier_kernels();
+  let_next_kernel_start();
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) h[v] = from[min(first + v * (THREADS * 8), HIDDEN - 8) / 8];
   const float sum = sum_of_squares(a.partial + (long long)row * a.record_stride + SLICES * 32);

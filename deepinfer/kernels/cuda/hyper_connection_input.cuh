@@ -85,7 +85,7 @@ __device__ __forceinline__ Words normed(const Words& h, float inverse, const flo
   Words x;
 #pragma unroll
   for (int p = 0; p < 4; ++p)
-    x.of[p] = pack(low_of(h.of[p]) * inverse * weight[2 * p], high_of(h.of[p]) * inverse * weight[2 * p + 1]);
+    x.of[p] = to_bf16_pair(low_of(h.of[p]) * inverse * weight[2 * p], high_of(h.of[p]) * inverse * weight[2 * p + 1]);
   return x;
 }
 
@@ -104,11 +104,10 @@ __device__ __forceinline__ Words store_rounded(const Arguments& a, const Words& 
   Codes codes = {};
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
-    const u32 both = to_e4m3(low_of(x.of[p]) * inverse, high_of(x.of[p]) * inverse);
+    const u32 both = to_e4m3_pair(low_of(x.of[p]) * inverse, high_of(x.of[p]) * inverse);
     codes.of[p / 2] |= both << 16 * (p % 2);
-    float low, high;
-    from_e4m3(both, low, high);
-    rounded.of[p] = pack(fmaf(low, scale, 0.0f), fmaf(high, scale, 0.0f));  // no negative zeros
+    const float2 v = from_e4m3_pair(both);
+    rounded.of[p] = to_bf16_pair(fmaf(v.x, scale, 0.0f), fmaf(v.y, scale, 0.0f));  // no negative zeros
   }
   if (!exists) return rounded;
   if (ROUNDED) *(Words*)(a.rounded + at) = rounded;

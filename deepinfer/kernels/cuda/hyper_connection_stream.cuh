@@ -134,7 +134,7 @@ struct Update {
       low += parts[k][pair / 2].of[pair % 2 * 2], high += parts[k][pair / 2].of[pair % 2 * 2 + 1];
 #endif
 #if KIND >= 2
-    const u32 rounded = pack(low, high);
+    const u32 rounded = to_bf16_pair(low, high);
     low = low_of(rounded), high = high_of(rounded);
 #endif
   }
@@ -152,7 +152,7 @@ __device__ __forceinline__ void write(u32 (&streams)[4], float low, float high, 
       of_low = fmaf(stream_mix[source].of[target], low_of(streams[source]), of_low);
       of_high = fmaf(stream_mix[source].of[target], high_of(streams[source]), of_high);
     }
-    written[target] = pack(of_low, of_high);
+    written[target] = to_bf16_pair(of_low, of_high);
   }
 #pragma unroll
   for (int s = 0; s < 4; ++s) streams[s] = written[s];
@@ -211,8 +211,8 @@ struct Row {
         if (s) low = fmaf(read_mix.of[s], x, low), high = fmaf(read_mix.of[s], y, high), mean_low += x, mean_high += y;
         streams[s].of[p] = pair[s];
       }
-      h.of[p] = pack(low, high);
-      feature.of[p] = pack(mean_low * 0.25f, mean_high * 0.25f);
+      h.of[p] = to_bf16_pair(low, high);
+      feature.of[p] = to_bf16_pair(mean_low * 0.25f, mean_high * 0.25f);
       const float x = low_of(h.of[p]), y = high_of(h.of[p]);
       of_h = fmaf(x, x, of_h), of_h = fmaf(y, y, of_h);
     }

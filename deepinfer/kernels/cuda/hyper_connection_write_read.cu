@@ -92,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) hc_write_read(co
   for (int i = 0; i < 2; ++i) rows[i].fetch_streams(a, min(tile * 16 + 8 * i + group, a.rows - 1), first_column);
 #endif
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   if (!SPLIT_LATE) {
     if (TILES > 1) __syncthreads();
     else __syncwarp();

@@ -18,10 +18,7 @@
 // Compile-time constants: HEADS (16, 32, 64), PER_BLOCK (entries per cache block, a multiple of 8), WGS (consumer
 // warpgroups), N (64, 96 or 128, a multiple of HEADS), STAGES, GROUP (rows, a multiple of N / HEADS), PIECE.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define CHANNELS 128
 #define RECORD 68
@@ -51,6 +48,7 @@ struct __align__(64) TensorMap {
 };
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
 #define WGMMA_KIND "k16.f32.bf16.bf16"
 #define WGMMA_LAYOUT ", 0"
 #include "moe_instructions.cuh"
@@ -87,37 +85,12 @@ __device__ __forceinline__ void product(float* d, const u32* a, u64 b, int adds)
 #endif
 }
 
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  u32 c;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-// A box of N matrix rows and 64 columns.
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void copy_word(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void arrive_when_copied(u32 barrier) {  // when this lane's words are there
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-}
-
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
-}
-
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
 }
 
 // ---------------------------------------------------------------- the kernel
@@ -446,14 +419,15 @@ index_chunks(const __grid_constant__ Arguments a, const __grid_constant__ Tensor
     barriers_ready();
   }
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   int* ends = (int*)(shared + ENDS_OFFSET);
   count_units(a, ends, (int*)(shared + WARP_SUMS_OFFSET));
   const int warp = threadIdx.x / 32;
   if (warp >= CONSUMER_WARPS) {
-    give_registers();
+    give_registers<PRODUCER_REGISTERS>();
     if (warp == CONSUMER_WARPS) produce(a, &query, ring, (Work*)(shared + WORK_OFFSET), ends);
   } else {
-    take_registers();
+    take_registers<CONSUMER_REGISTERS>();
     consume(a, shared, ring);
   }
 }

@@ -16,10 +16,11 @@
 // NUM_BLOCKS (candidate blocks of a row, or 0: all visible entries), BLOCK_SIZE (entries of a candidate block, a multiple
 // of 8).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "launch.cuh"
+#include "matrices.cuh"
+#include "memory.cuh"
+#include "numbers.cuh"
+#include "types.cuh"
 
 #define WIDTH 128
 #define RECORD 68
@@ -44,26 +45,6 @@ struct Arguments {
   int weights_stride, table_stride, out_stride, rows, min_scored;
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy_16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
-
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  u32 c;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Nibbles J and J + 4 of a word as bf16 values times 2^-126, then times `scale` (twice the same bf16).
 template <int J> __device__ __forceinline__ u32 expand(u32 word, u32 scale) {
   const u32 sign = J < 3 ? word << (12 - 4 * J) : word;
@@ -74,12 +55,7 @@ template <int J> __device__ __forceinline__ u32 expand(u32 word, u32 scale) {
 __device__ __forceinline__ float bf16_value(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
 #include "index_order_key.cuh"
-
-__device__ __forceinline__ int scored_of(int visible) {
-  if (NUM_BLOCKS == 0) return visible;
-  const int blocks = (visible + BLOCK_SIZE - 1) / BLOCK_SIZE;
-  return visible - max(blocks - NUM_BLOCKS, 0) * BLOCK_SIZE;
-}
+#include "index_scored.cuh"
 
 // ends[r] = number of tiles of rows 0 to r. Returns the total. All threads of the CTA.
 __device__ __forceinline__ int count_tiles(const Arguments& a, int* ends, int* warp_sums) {
@@ -126,11 +102,11 @@ __device__ __forceinline__ void copy_tile(const Arguments& a, const Row& row, in
   const u8* first = a.keys + slot_of(row, index) * RECORD;
   const bool has_second = index + 8 < row.scored;
   const u8* second = has_second ? a.keys + slot_of(row, index + 8) * RECORD : first;
-  copy_16(to + lane * 16, first + lane * 16);
+  copy_async(to + lane * 16, first + lane * 16, 16);
   const int piece = lane + 32;
-  if (piece < 34) copy_16(to + piece * 16, first + piece * 16);
-  else if (has_second) copy_16(to + piece * 16, second + (piece - 34) * 16);
-  if (has_second && lane < 4) copy_16(to + (lane + 64) * 16, second + (lane + 30) * 16);
+  if (piece < 34) copy_async(to + piece * 16, first + piece * 16, 16);
+  else if (has_second) copy_async(to + piece * 16, second + (piece - 34) * 16, 16);
+  if (has_second && lane < 4) copy_async(to + (lane + 64) * 16, second + (lane + 30) * 16, 16);
 }
 
 __device__ __forceinline__ void load_query(const Arguments& a, int row, u32 (&query)[4][2][HEAD_TILES][2], float (&weights)[HEAD_TILES][2]) {
@@ -189,15 +165,11 @@ __device__ __forceinline__ void score_tile(
   if (t < 2 && key < left) out[key] = order_key(t == 0 ? first : second);
 }
 
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2) score_rows(const Arguments a) {
   extern __shared__ __align__(128) u8 shared[];  // rings of all warps, then ends[rows]
   __shared__ int warp_sums[WARPS];
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   int* ends = reinterpret_cast<int*>(shared + WARPS * STAGES * TILE_BYTES);
   const int warp = threadIdx.x / 32;
   const int total = count_tiles(a, ends, warp_sums);

@@ -16,10 +16,7 @@
 // (rows are in the order of pair_gate_and_up: write the activation as e4m3 lines, with an exponent for every 32 columns;
 // else rows of bf16), BLOCK (8 or 16), WGS (consumer warpgroups), MF (tiles of each), NMAX, STAGES (one line along K).
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define CODE_BYTES 2048
 #define TILE_BYTES 2176
@@ -51,6 +48,7 @@ static_assert(K_TILES % 2 == 0, "a line has two tiles");
 static_assert(NMAX % BLOCK == 0 && NMAX <= 160, "widths");
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
 #define WGMMA_KIND "k32.f32.e4m3.e4m3"
 #define WGMMA_LAYOUT ""
 #include "moe_instructions.cuh"
@@ -65,25 +63,6 @@ __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high, u32 selector) {  //
   u32 bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
   return bytes;
-}
-
-__device__ __forceinline__ u32 to_e4m3_pair(float low, float high) {
-  u16 codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  return codes;
-}
-
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-}
-
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
-}
-
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
 }
 
 // ---------------------------------------------------------------- the product
@@ -368,16 +347,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_fp8(const __grid_co
     barriers_ready();
   }
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   __syncthreads();
   if (warp >= CONSUMER_WARPS) {
-    give_registers();
+    give_registers<PRODUCER_REGISTERS>();
     if (warp == CONSUMER_WARPS) {
       int* before = (int*)(shared + PARTS_OFFSET);
       count_parts(before, g.offsets, lane);
       if (lane == 0) produce(g, ring, work, before);
     }
   } else {
-    take_registers();
+    take_registers<CONSUMER_REGISTERS>();
     const int group = warp / 4, part = warp % 4;
     for (int piece = 0;; ++piece) {
       barrier_wait(ring.full(), ring.parity);

@@ -8,9 +8,7 @@
 // Compile-time constants: GATHER (1: rows to their places, 2: the same of rows that come as codes, 0: results of the gate-up product, which have a power for
 // every 32 columns, to one for each row), LINES. Gather: TOP (pairs per row). Else: BLOCK (8 or 16), EXPERTS.
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned short u16;
+#include "types.cuh"
 
 #define LINE_BYTES 128
 #if GATHER
@@ -22,16 +20,8 @@ typedef unsigned short u16;
 #endif
 
 // ---------------------------------------------------------------- instructions
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
-__device__ __forceinline__ u32 to_e4m3_pair(float low, float high) {
-  u16 codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  return codes;
-}
+#include "launch.cuh"
+#include "numbers.cuh"
 
 __device__ __forceinline__ u32 times_half(u32 codes, u32 factor) {  // four e4m3 times a half-precision float
   u32 result;
@@ -78,6 +68,7 @@ moe_fp8_gather(const uint4* x, const int* place, const float* weights, char* ord
                float* ordered_weights, int* counters, int capacity) {  // not restrict: written while this starts
   __shared__ float largest_of_warp[THREADS / 32];
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int row = blockIdx.x, thread = threadIdx.x;
   if (row == 0 && thread < 2) counters[thread] = 0;
   int to[TOP];
@@ -121,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 moe_fp8_gather(const uint4* codes, const float* given, const int* place, const float* weights, char* ordered, float* powers,
                float* ordered_weights, int* counters, int capacity) {
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int row = blockIdx.x, thread = threadIdx.x;
   if (row == 0 && thread < 2) counters[thread] = 0;
   int to[TOP];
@@ -142,6 +134,7 @@ moe_fp8_align(char* lines, const u8* exponents, float* powers, const int* offset
   __shared__ u8 of_group[GROUPS][BLOCK];
   __shared__ int largest_of[THREADS / BLOCK][BLOCK];
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int first = blockIdx.x * BLOCK, thread = threadIdx.x, mine = thread % BLOCK;
   if (first >= offsets[EXPERTS]) return;
   uint4 pieces[(LINES * BLOCK * 8 + THREADS - 1) / THREADS];

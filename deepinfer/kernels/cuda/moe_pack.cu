@@ -2,8 +2,7 @@
 //
 // A thread has a pair of words: 8 columns of rows g and g + 8 of a 16-row piece.
 
-typedef unsigned int u32;
-typedef unsigned char u8;
+#include "types.cuh"
 
 struct __align__(8) Pair { u32 u, v; };
 

@@ -14,9 +14,7 @@
 // the rounded activation [pairs, 32 TILES], and the shared expert's activation is made along the way; else y is [pairs, 64
 // TILES]).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define THREADS (32 * WARPS)
 #define TEAMS (WARPS / SPLIT)
@@ -45,14 +43,10 @@ struct Arguments {
 };
 
 // ---------------------------------------------------------------- instructions
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
+#include "barriers.cuh"
+#include "launch.cuh"
+#include "matrices.cuh"
+#include "numbers.cuh"
 
 __device__ __forceinline__ uint4 load_activations(const u16* p) {
   uint4 v;
@@ -66,74 +60,19 @@ __device__ __forceinline__ uint4 load_older(const u16* p) {  // past the L1
   return v;
 }
 
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 template <int HALF> __device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 by one half of b
   asm("{ .reg .b16 half<2>; .reg .b32 both; mov.b32 {half0, half1}, %1; mov.b32 both, {half%2, half%2};\n"
       "mul.bf16x2 %0, %0, both; }" : "+r"(a) : "r"(b), "n"(HALF));
   return a;
 }
 
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barriers_ready() {  // for the copy engine as well
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  // Fails after seconds, instead of hanging.
-  asm volatile("{ .reg .pred done, more; .reg .u32 tries;\n"
-               "mov.u32 tries, 0;\n"
-               "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "add.u32 tries, tries, 1;\n"
-               "setp.lt.and.u32 more, tries, 4000000, !done;\n"
-               "@more bra again;\n"
-               "@!done trap; }" :: "r"(barrier), "r"(parity) : "memory");
-}
-
 __device__ __forceinline__ void copy_tile(u32 to, const void* from, u32 barrier) {
-#if EVICT_FIRST
-  asm volatile("{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-               "[%0], [%1], %2, [%3], policy; }" :: "r"(to), "l"(from), "n"(TILE_BYTES), "r"(barrier) : "memory");
-#else
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(to), "l"(from), "n"(TILE_BYTES), "r"(barrier) : "memory");
-#endif
+  if (EVICT_FIRST) copy_bulk_once(to, from, TILE_BYTES, barrier);
+  else copy_bulk(to, from, TILE_BYTES, barrier);
 }
 
 __device__ __forceinline__ void meet_team(int team) {
   asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(32 * SPLIT) : "memory");
-}
-
-__device__ __forceinline__ float round_e4m3(float value) {
-  u16 code;
-  u32 halves;
-  float rounded;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(value));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(rounded) : "r"(halves));
-  return rounded;
-}
-
-__device__ __forceinline__ u16 to_bf16(float value) {
-  u16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
 }
 
 // ---------------------------------------------------------------- the kernel

@@ -18,9 +18,7 @@
 // of pair_gate_and_up: write the rounded activation as such lines; else rows of bf16), BLOCK (8 or 16), WGS (consumer
 // warpgroups), MF (tiles of each), KT (tiles along K of a stage), NMAX, STAGES, MIN_CTAS.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 #define CODE_BYTES 2048
 #define TILE_BYTES 2176
@@ -53,42 +51,12 @@ static_assert(NMAX % BLOCK == 0 && NMAX <= 160, "widths");
 #endif
 
 // ---------------------------------------------------------------- instructions
+#include "launch.cuh"
 #if !GATHER
 #define WGMMA_KIND "k16.f32.bf16.bf16"
 #define WGMMA_LAYOUT ", 0"
 #include "moe_instructions.cuh"
-
-__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two bf16 each
-  asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-  return a;
-}
-
-__device__ __forceinline__ void round_e4m3(float& low, float& high) {
-  u16 codes;
-  u32 halves;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-      : "=f"(low), "=f"(high) : "r"(halves));
-}
-
-__device__ __forceinline__ void give_registers() {
-#if REGISTER_BOUND
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
 #endif
-}
-
-__device__ __forceinline__ void take_registers() {
-#if REGISTER_BOUND
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
-#endif
-}
-#endif
-
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
 
 #if GATHER
 // ---------------------------------------------------------------- gather
@@ -98,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 moe_gather(const uint4* x, const int* place, const float* weights, char* ordered, float* ordered_weights, int* counters,
            int capacity) {  // not restrict: what an overlapped kernel reads is written while it runs
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int row = blockIdx.x, half = threadIdx.x;
   if (row == 0 && half < 2) counters[half] = 0;
   int to[TOP];
@@ -278,9 +247,8 @@ __device__ __forceinline__ void store_rounded(const Arguments& g, const Work& wo
     u32 words[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      float low = v[2 * t] * down, high = v[2 * t + 1] * down;
-      round_e4m3(low, high);
-      words[t] = to_bf16_pair(fmaf(low, up, 0.0f), fmaf(high, up, 0.0f));  // no negative zeros
+      const float2 pair = round_e4m3(v[2 * t] * down, v[2 * t + 1] * down);
+      words[t] = to_bf16_pair(fmaf(pair.x, up, 0.0f), fmaf(pair.y, up, 0.0f));  // no negative zeros
     }
     char* line = (char*)g.out + ((long long)(tile / 2) * g.capacity + row) * LINE_BYTES;
     *(uint4*)(line + ((tile % 2 * 4 + u) ^ p) * 16) = {words[0], words[1], words[2], words[3]};  // row % 8 is p
@@ -364,16 +332,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) moe_wgmma(const 
     barriers_ready();
   }
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   __syncthreads();
   if (warp >= CONSUMER_WARPS) {
-    give_registers();
+    if (REGISTER_BOUND) give_registers<PRODUCER_REGISTERS>();
     if (warp == CONSUMER_WARPS) {
       int* before = (int*)(shared + PARTS_OFFSET);
       count_parts(before, g.offsets, lane);
       if (lane == 0) produce(g, ring, work, before);
     }
   } else {
-    take_registers();
+    if (REGISTER_BOUND) take_registers<CONSUMER_REGISTERS>();
     const int group = warp / 4, part = warp % 4;
     while (true) {
       barrier_wait(ring.full(), ring.parity);

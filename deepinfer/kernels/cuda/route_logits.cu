@@ -6,8 +6,7 @@
 //
 // Compile-time constants: HIDDEN (a multiple of 8), EXPERTS, NT (8-row tiles of a CTA).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
+#include "types.cuh"
 
 #define SLICE 512
 #define THREADS 256
@@ -20,27 +19,9 @@ static_assert(HIDDEN % 8 == 0, "a copy is 16 bytes");
 static_assert(4 * ROWS * SUM_STRIDE * 4 <= GATE_BYTES + ROWS * STRIDE, "the sums take the place of the operands");
 
 // ---------------------------------------------------------------- instructions
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes) {  // 16 bytes, those past `bytes` zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
-}
-__device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
+#include "launch.cuh"
+#include "matrices.cuh"
+#include "memory.cuh"
 
 // ---------------------------------------------------------------- the kernel
 // `count` rows of a matrix [limit, HIDDEN] from `row` on, SLICE columns from `column` on; zeros outside.
@@ -62,6 +43,7 @@ route_logits(const u16* x, const u16* gate, float* partial, int rows) {
 
   copy_rows(gate_shared, gate, first_expert, 32, EXPERTS, slice * SLICE);  // does not depend on earlier kernels
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   copy_rows(x_shared, x, first_row, ROWS, rows, slice * SLICE);
   wait_for_copies();
   __syncthreads();

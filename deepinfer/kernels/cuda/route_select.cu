@@ -11,9 +11,7 @@
 // (CTAs that order together), ORDER, SLICES (partial sums per logit), VECTOR (logits that a thread loads at once),
 // HAS_IMAGE, HAS_POSITIONS.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
+#include "types.cuh"
 
 #define WARPS (THREADS / 32)
 #define PER_LANE ((EXPERTS + 31) / 32)
@@ -39,11 +37,10 @@ struct Arguments {
 };
 
 // ---------------------------------------------------------------- instructions
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank = 0;
-  if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
+#include "clusters.cuh"
+#include "launch.cuh"
+#include "memory.cuh"
+
 __device__ __forceinline__ void cluster_arrive() {
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
@@ -51,16 +48,7 @@ __device__ __forceinline__ void cluster_wait() {
   if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 __device__ __forceinline__ int load_of(const int* p, u32 rank) {  // the value at this place in another CTA
-  if (CLUSTER == 1) return *p;
-  u32 address = (u32)__cvta_generic_to_shared(p);
-  int value;
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
+  return CLUSTER == 1 ? *p : load_remote(remote_address(shared_address(p), rank));
 }
 
 // ---------------------------------------------------------------- order
@@ -101,7 +89,7 @@ __device__ __forceinline__ void clear_words(const Order& o) {
 // Every thread of the cluster, after all rows are marked. `chosen` holds the experts of this CTA's rows.
 __device__ __forceinline__ void order(const Arguments& a, const Order& o, const int* chosen, int first_row, int num_rows) {
   const int expert = threadIdx.x;
-  const u32 rank = cluster_rank();
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
   __syncthreads();
   int count = 0, earlier = 0;
   if (expert < EXPERTS) {
@@ -228,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_select(const Argumen
   }
   if (ORDER) clear_words(o);
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   make_scores(a, scores, first_row, num_rows);
   __syncthreads();
 
@@ -270,6 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_pairs(const Argument
   const int* chosen = a.experts + (long long)first_row * TOP;
   clear_words(o);
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   __syncthreads();
 #pragma unroll 4
   for (int p = threadIdx.x; p < num_rows * TOP; p += THREADS) {

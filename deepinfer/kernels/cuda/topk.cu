@@ -10,8 +10,10 @@
 // consecutive entries, capped at the largest finite bf16, the last one above all), NUM_BLOCKS and BLOCK_SIZE (as in the
 // scores), PER_BLOCK, HAS_SLOTS and HAS_ENTRIES (what is written), THREADS, SHORT (keys that one CTA takes alone).
 
-typedef unsigned short u16;
-typedef unsigned int u32;
+#include "clusters.cuh"
+#include "launch.cuh"
+#include "memory.cuh"
+#include "types.cuh"
 
 #define BINS 2048
 #define LOW_BINS 32
@@ -40,28 +42,9 @@ struct Shared {
   int bin, above, before;  // what one thread found out for all
 };
 
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-__device__ __forceinline__ u32 remote_address(const void* p, u32 rank) {
-  const u32 local = (u32)__cvta_generic_to_shared(p);
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  return remote;
-}
 __device__ __forceinline__ int4 load_remote_4(u32 from) {
   int4 v;
   asm volatile("ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ int load_remote(u32 from) {
-  int v;
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
 
@@ -71,11 +54,7 @@ __device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {  // two int16 each
   return c;
 }
 
-__device__ __forceinline__ int scored_of(int visible) {
-  if (NUM_BLOCKS == 0) return visible;
-  const int blocks = (visible + BLOCK_SIZE - 1) / BLOCK_SIZE;
-  return visible - max(blocks - NUM_BLOCKS, 0) * BLOCK_SIZE;
-}
+#include "index_scored.cuh"
 
 // Keys [index, index + VECTOR) in [0, 65535]; those from `end` on are -1, below every key.
 __device__ __forceinline__ void load_keys(const short* keys, int index, int end, int num_keys, int (&out)[VECTOR]) {
@@ -100,7 +79,7 @@ __device__ __forceinline__ void load_keys(const short* keys, int index, int end,
 }
 
 // Sum over all threads before this one; `total` over all. Every thread calls it; scratch may be used again after the next
-// barrier.
+// barrier. (route_select.cu has the same sum; with one text for both, one of them would get other machine code.)
 __device__ __forceinline__ int exclusive_sum(int value, int* scratch, int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int sum = value;
@@ -134,7 +113,7 @@ template <int SIZE> __device__ __forceinline__ void find_bin(Shared& s, const in
 #pragma unroll
     for (int i = 0; i < EACH; i += 4) {
       const int4 v = ranks == 1 ? *reinterpret_cast<const int4*>(histogram + first + i)
-                                : load_remote_4(remote_address(histogram + first + i, r));
+                                : load_remote_4(remote_address(shared_address(histogram + first + i), r));
       const int values[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -184,14 +163,10 @@ __device__ __forceinline__ void write(const Arguments& a, int row, int place, in
   }
 }
 
-__device__ __forceinline__ void wait_for_earlier_kernels() {  // and let the next one start loading its weights
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) select_top(const Arguments a) {
   __shared__ __align__(16) Shared s;
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int row = blockIdx.y;
   const int num_entries = scored_of(a.visible[row]), num_keys = (num_entries + GROUP - 1) / GROUP;
   const bool is_shared = CLUSTER > 1 && num_keys > SHORT && num_keys > COUNT;
@@ -235,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_top(const Arguments
   const int lane = threadIdx.x % 32, low_bin = LOW_BINS - 1 - lane;
   int own = 0, own_before = 0;
   for (u32 r = 0; r < ranks; ++r) {
-    const int value = ranks == 1 ? s.low[low_bin] : load_remote(remote_address(&s.low[low_bin], r));
+    const int value = ranks == 1 ? s.low[low_bin] : load_remote(remote_address(shared_address(&s.low[low_bin]), r));
     own += value;
     if (r < rank) own_before += value;
   }

@@ -32,7 +32,7 @@ extern "C" int emulate(const void* values, int grid, int cluster) {
 
 @functools.cache
 def emulator(**defines: int) -> Callable[..., int]:
-    text = (nvrtc.SOURCES / sparse_attention_few.SOURCE).read_text()
+    text = nvrtc.read_source(sparse_attention_few.SOURCE)
     section = "// ---------------------------------------------------------------- "
     begin, end = text.index(section + "instructions"), text.index(section + "number formats")
     shared = "Shared& shared = *(Shared*)shared_memory[fibers[current].cta];"

@@ -139,7 +139,7 @@ extern "C" int emulate(void** values, int columns) {
 
 @functools.cache
 def emulator(defines: tuple[tuple[str, int], ...]) -> Callable[..., int]:
-    text = (nvrtc.SOURCES / "dense_unpack.cu").read_text()
+    text = nvrtc.read_source("dense_unpack.cu")
     marks = [text.index(f"// {'-' * 64} {name}") for name in ("instructions", "the kernel")]
     constants, kernel = text[text.index("#define NUM_CHUNKS") : marks[0]], text[marks[1] :]
     declared = "__shared__ __align__(16) u32 shared[WARPS][32][ROW_WORDS];"

@@ -37,7 +37,7 @@ extern "C" int emulate(void** values, int columns, int rows, int threads, int sh
 
 @functools.cache
 def emulator(defines: tuple[tuple[str, int], ...]) -> Callable[..., int]:
-    text = (nvrtc.SOURCES / "dense_skinny.cu").read_text()
+    text = nvrtc.read_source("dense_skinny.cu")
     marks = [text.index(f"// {'-' * 64} {name}") for name in ("instructions", "the kernel")]
     constants, kernel = text[text.index("#define THREADS") : marks[0]], text[marks[1] :]
     mine = "shared_memory[fibers[current].cta]"

@@ -41,7 +41,7 @@ extern "C" int emulate(void** values, const u64* x, int columns, int threads, in
 
 @functools.cache
 def emulator(defines: tuple[tuple[str, int], ...]) -> Callable[..., int]:
-    text = (nvrtc.SOURCES / "dense_wgmma.cu").read_text()
+    text = nvrtc.read_source("dense_wgmma.cu")
     marks = [text.index(f"// {'-' * 64} {name}") for name in ("instructions", "the kernel")]
     constants, kernel = text[text.index("#define MT") : marks[0]], text[marks[1] :]
     mine = "shared_memory[fibers[current].cta]"

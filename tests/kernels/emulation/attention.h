@@ -72,13 +72,13 @@ static void barrier_arrive(u64* p) {
   Barrier& barrier = *(Barrier*)p;
   if (--barrier.pending == 0) barrier.pending = barrier.count, ++barrier.phase, ++progress;
 }
-static void barrier_wait(u64* p, u32 parity) { while ((((Barrier*)p)->phase & 1) == parity) yield(); }
+static void barrier_wait_forever(u64* p, u32 parity) { while ((((Barrier*)p)->phase & 1) == parity) yield(); }
 static void warp_arrive(u64* p) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(p);
 }
 static void named_barrier(int id, int threads) { meet(my_meeting(id), threads); }
-static void cluster_barrier() { meet(cluster_meeting, CTA_THREADS * num_ctas); }
+static void meet_cluster() { meet(cluster_meeting, CTA_THREADS * num_ctas); }
 static u32 remote_address(u32 local, u32 rank) { return (local & 0xFFFFFF) | rank << 24; }
 static void store_remote(u32 to, float a, float b, float c, float d) { float v[4] = {a, b, c, d}; std::memcpy(at(to), v, 16); }
 static void store_remote(u32 to, float a, float b) { float v[2] = {a, b}; std::memcpy(at(to), v, 8); }
@@ -93,8 +93,8 @@ template <int N> static void copy_wait() {
     for (const AsyncCopy& copy : groups[0]) std::memset(copy.to, 0, 16), std::memcpy(copy.to, copy.from, copy.bytes);
 }
 static void fence_for_tensor_cores() {}
-template <int N> static void set_registers_up() {}
-template <int N> static void set_registers_down() {}
+template <int N> static void take_registers() {}
+template <int N> static void give_registers() {}
 static uint4 load_record(const u8* p) {
   if ((uintptr_t)p % 16) fail("misaligned record");
   return *(const uint4*)p;
@@ -113,8 +113,8 @@ static uint4 load_shared(u32 from) { return *(uint4*)at(from); }
 
 // ---------------------------------------------------------------- matrix instructions
 
-static void mma_fence() {}
-static void mma_commit() {}
+static void wgmma_fence() {}
+static void wgmma_commit() {}
 template <int N> static void mma_wait(float (&)[N]) { named_barrier(8 + threadIdx.x / 128, 128); }
 struct Operand { u32 base, column_stride, row_stride; };
 static Operand decode(u64 descriptor) {  // fields of 14 bits, in units of 16 bytes
@@ -173,9 +173,9 @@ static void mma_sum(float (&d)[128], const u32 (&a)[4], u64 b) {
 
 // ---------------------------------------------------------------- arithmetic
 
-static u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static u32 times(u32 a, u32 b) {
-  return pack_bf16(__uint_as_float(a << 16) * __uint_as_float(b << 16),
+  return to_bf16_pair(__uint_as_float(a << 16) * __uint_as_float(b << 16),
                    __uint_as_float(a & 0xFFFF0000) * __uint_as_float(b & 0xFFFF0000));
 }
 static float exp2_fast(float x) { return exp2f(x); }
@@ -195,7 +195,7 @@ static float round_half(float x) {  // of a magnitude below 2^16; NaN stays NaN
   const float spacing = std::ldexp(1.0f, (x == 0 || std::isnan(x) ? -14 : max(std::ilogb(x), -14)) - 10);
   return std::copysign(std::nearbyint(std::fabs(x) / spacing) * spacing, x);
 }
-static u32 to_e4m3(float low, float high) { return code_of(low) | code_of(high) << 8; }
+static u32 to_e4m3_pair(float low, float high) { return code_of(low) | code_of(high) << 8; }
 static u32 half_twice(float x) { return __float_as_uint(round_half(x)); }  // stands for two halves
 static u32 times_half(u32 codes, u32 factor) {
   u32 result = 0;

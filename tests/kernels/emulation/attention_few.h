@@ -41,7 +41,6 @@ static u32 __ballot_sync(u32, bool claim) {
 }
 
 // ---------------------------------------------------------------- the cluster
-static void let_next_kernel_start() {}
 static void wait_for_earlier_kernels() {}
 static u32 shared_address(const void* p) {
   const int cta = fibers[current].cta;
@@ -57,15 +56,15 @@ struct Barrier { int bytes; u16 phase, armed; };  // ends a phase when armed and
 static void settle(Barrier& barrier) {
   if (barrier.armed && barrier.bytes == 0) barrier.armed = 0, ++barrier.phase, ++progress;
 }
-static void init_barrier(u64* p) { *(Barrier*)p = {0, 0, 0}; }
+static void barrier_init(u64* p, int) { *(Barrier*)p = {0, 0, 0}; }
 static void cluster_arrive() { fibers[current].awaited = arrive(cluster_meeting, CTA_THREADS * num_ctas); }
 static void cluster_wait() { wait(cluster_meeting, fibers[current].awaited); }
-static void expect(u64* p, u32 bytes) {
+static void barrier_expect(u64* p, u32 bytes) {
   Barrier& barrier = *(Barrier*)p;
   if (barrier.armed) fail("armed twice");
   barrier.bytes += bytes, barrier.armed = 1, settle(barrier);
 }
-static void wait_for_bytes(u64* p, u32 parity) { while ((((Barrier*)p)->phase & 1) == parity) yield(); }
+static void barrier_wait_forever(u64* p, u32 parity) { while ((((Barrier*)p)->phase & 1) == parity) yield(); }
 static void bytes_arrive(u32 to, u32 address, int bytes) {
   if (to >> 24 != address >> 24 || to % bytes) fail("data and barrier in different CTAs, or misaligned");
   Barrier& barrier = *(Barrier*)at(address);
@@ -128,8 +127,8 @@ static void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   }
   __syncwarp();
 }
-static u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
-static u32 times(u32 a, u32 b) { return pack_bf16(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
+static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+static u32 times(u32 a, u32 b) { return to_bf16_pair(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
 static float exp2_fast(float x) { return exp2f(x); }
 static float2 round_e4m3(float low, float high) { return {round_e4m3(low), round_e4m3(high)}; }
 

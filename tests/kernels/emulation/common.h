@@ -59,6 +59,7 @@ static u32 __byte_perm(u32 a, u32 b, u32 selector) {
   for (int i = 0; i < 4; ++i) result |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return result;
 }
+static void let_next_kernel_start() {}
 template <class T> static T __ldg(const T* p) { return *p; }
 static u32 to_bf16(float x) {  // to nearest, ties to even; NaN stays NaN
   const u32 bits = __float_as_uint(x);

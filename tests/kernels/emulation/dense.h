@@ -78,14 +78,10 @@ static void barrier_expect(u32 address, u32 bytes) {
   --b.pending, b.bytes += bytes, settle(b);
 }
 static void barrier_wait(u32 address, u32 parity) { while ((barrier(address).phase & 1) == parity) yield(); }
-static void copy_weights(u32 to, const void* from, u32 address) {
-  std::memcpy(at(to), in_weights(from, 2048), 2048);
-  bytes_arrive(address, 2048);
-}
 
 static u32 cluster_rank() { return fibers[current].cta; }
 static void cluster_barrier() { meet(cluster_meeting, cta_threads * CLUSTER); }
-static u32 address_in(u32 address, int rank) { return (address & 0xFFFFF) | (u32)rank << 20; }
+static u32 remote_address(u32 address, u32 rank) { return (address & 0xFFFFF) | (u32)rank << 20; }
 
 // ---------------------------------------------------------------- arithmetic
 static float bf16(u32 bits) { return __int_as_float(bits << 16); }

@@ -7,7 +7,10 @@ static void copy_async(u32 to, const void* from, u32 bytes) {
   std::memset(at(to), 0, 16), std::memcpy(at(to), from, bytes);
 }
 static void wait_for_copies() {}
-static void let_next_kernel_start() {}
+static void copy_weights(u32 to, const void* from, u32 address) {
+  std::memcpy(at(to), in_weights(from, 2048), 2048);
+  bytes_arrive(address, 2048);
+}
 static void cluster_start() {}
 static void cluster_started() { meet(start_meeting, cta_threads * CLUSTER); }
 static void store_sum(u32 address, float value) { std::memcpy(at(address), &value, 4); }

@@ -7,4 +7,4 @@ static u32 code_of(float x) {  // nearest e4m3, ties to even
   const int code = exponent == -6 && steps < 8 ? steps : (exponent + 7) * 8 + steps - 8;
   return code | (std::signbit(rounded) ? 0x80 : 0);
 }
-static u16 to_e4m3(float low, float high) { return code_of(low) | code_of(high) << 8; }
+static u16 to_e4m3_pair(float low, float high) { return code_of(low) | code_of(high) << 8; }

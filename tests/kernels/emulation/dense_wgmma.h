@@ -10,15 +10,21 @@ static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(h
 // ---------------------------------------------------------------- meetings
 static Meeting consumer_meetings[CLUSTER];
 static void consumer_barrier() { meet(consumer_meetings[fibers[current].cta], 32 * CONSUMER_WARPS); }
-static void give_registers() {}
-static void take_registers() {}
+template <int PER_THREAD> static void give_registers() {}
+template <int PER_THREAD> static void take_registers() {}
 
 // ---------------------------------------------------------------- memory
+static void wait_or_give_up(u32 address, u32 parity) { barrier_wait(address, parity); }
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 static float4 load_sums(u32 address) { return *(const float4*)at(address); }
 
+static void copy_bulk(u32 to, const void* from, u32 bytes, u32 address) {
+  std::memcpy(at(to), in_weights(from, bytes), bytes);
+  bytes_arrive(address, bytes);
+}
+
 // A map has the address, rows, columns, bytes between rows and rows of a box.
-static void copy_activations(u32 to, const TensorMap* map, int column, int row, u32 address) {
+static void copy_box(u32 to, const TensorMap* map, int column, int row, u32 address) {
   const u64* m = map->opaque;
   if (to % 1024 || m[4] != NB || column < 0) fail("a box that does not fit its place");
   for (int r = 0; r < NB; ++r)
@@ -49,7 +55,7 @@ static void multiply(const Multiply& m) {  // a warp's part of wgmma.m64nNk16: A
     const int high = i / 2 % 2, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     for (int k = 0; k < 16; ++k) {
       const u32 pair = warp.values[lane / 4 * 4 + k % 8 / 2][2 * (k / 8) + high];
-      const u16 b = *(const u16*)at(address_in(swizzled(start + column * 128 + k * 2), fibers[current].cta));
+      const u16 b = *(const u16*)at(remote_address(swizzled(start + column * 128 + k * 2), fibers[current].cta));
       m.d[i] += bf16(pair >> 16 * (k % 2) & 0xFFFF) * bf16(b);
     }
   }

@@ -22,8 +22,8 @@ static void __syncwarp() { meet(my_warp().meeting, 32); }
 static void __syncthreads() { meet(meetings[0], cta_threads); }
 static void group_barrier(int group) { meet(meetings[group + 1], 128); }
 static void wait_for_earlier_kernels() {}
-static void give_registers() {}
-static void take_registers() {}
+template <int PER_THREAD> static void give_registers() {}
+template <int PER_THREAD> static void take_registers() {}
 
 static u32 from_lane(u32 value, int lane) {
   Warp& warp = my_warp();
@@ -96,7 +96,7 @@ static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(h
 static u32 times(u32 a, u32 b) { return to_bf16_pair(low_of(a) * low_of(b), high_of(a) * high_of(b)); }
 static float exp2_fast(float x) { return std::exp2(x); }
 static float reciprocal(float x) { return 1.0f / x; }
-static void round_e4m3(float& low, float& high) { low = round_e4m3(low), high = round_e4m3(high); }
+static float2 round_e4m3(float low, float high) { return {round_e4m3(low), round_e4m3(high)}; }
 
 static void wgmma_fence() {}
 static void wgmma_commit() {}

@@ -16,7 +16,7 @@ template <class T> static void load_older(T& to, const void* from) {
   to = *(const T*)from;
 }
 
-static u32 pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static u32 code_of(float x) {
   if (std::isnan(x)) return 0x7F;
   const u32 bits = __float_as_uint(x), exponent = std::max(bits >> 23 & 0xFF, 121u);
@@ -31,5 +31,5 @@ static float value_of(u32 code) {
   const float value = std::ldexp((float)(code & 7 | (code & 0x78 ? 8 : 0)), std::max((int)(code >> 3 & 15), 1) - 10);
   return code & 0x80 ? -value : value;
 }
-static u32 to_e4m3(float low, float high) { return code_of(low) | code_of(high) << 8; }
-static void from_e4m3(u32 codes, float& low, float& high) { low = value_of(codes & 0xFF), high = value_of(codes >> 8); }
+static u32 to_e4m3_pair(float low, float high) { return code_of(low) | code_of(high) << 8; }
+static float2 from_e4m3_pair(u32 codes) { return {value_of(codes & 0xFF), value_of(codes >> 8)}; }

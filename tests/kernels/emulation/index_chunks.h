@@ -6,8 +6,8 @@ static struct { int x; } gridDim;
 static const char *keys_begin, *keys_end;
 
 // ---------------------------------------------------------------- meetings and warps
-static void give_registers() {}
-static void take_registers() {}
+template <int PER_THREAD> static void give_registers() {}
+template <int PER_THREAD> static void take_registers() {}
 static void wait_for_phase(u32 address, u32 parity) { barrier_wait(address, parity); }
 static void arrive_when_copied(u32 address) { barrier_arrive(address); }
 static int __shfl_up_sync(u32, int value, int step) { return from_lane(value, max((int)threadIdx.x % 32 - step, 0)); }

@@ -42,7 +42,7 @@ MANY = (Tile(160, 2, 2, 2), Tile(80, 4, 1, 3))
 
 @functools.cache
 def emulator(source: str, entry: str, defines: tuple[tuple[str, int], ...]) -> Callable[..., int]:
-    text = (nvrtc.SOURCES / source).read_text()
+    text = nvrtc.read_source(source)
     kernel = text[text.index(MARK + SECTION[entry]) :]
     if entry == "moe_fp8_gather":
         kernel = kernel[: kernel.index("#else\n" + MARK)]

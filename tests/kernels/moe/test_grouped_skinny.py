@@ -35,7 +35,7 @@ extern "C" int emulate(void* values, int ctas, int threads, int shared_bytes, lo
 
 @functools.cache
 def emulator(defines: tuple[tuple[str, int], ...]) -> Callable[..., int]:
-    text = (nvrtc.SOURCES / "moe_skinny.cu").read_text()
+    text = nvrtc.read_source("moe_skinny.cu")
     marks = [text.index(f"// {'-' * 64} {name}") for name in ("instructions", "the kernel")]
     constants, kernel = text[text.index("#define THREADS") : marks[0]], text[marks[1] :]
     mine = "shared_memory[fibers[current].cta]"
@@ -188,7 +188,7 @@ def test_packing_kernel_gives_the_same_bytes(is_paired):
     order = packing.pair_gate_and_up if is_paired else lambda rows: rows
     expected = packing.pack(order(codes), order(scales))
     found = torch.zeros_like(expected)
-    text = (nvrtc.SOURCES / "moe_pack.cu").read_text()
+    text = nvrtc.read_source("moe_pack.cu")
     marks = [text.index(f"// {'-' * 64} {name}") for name in ("instructions", "the kernel")]
     loop = """
     static int thread;

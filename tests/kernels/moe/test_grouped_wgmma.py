@@ -35,7 +35,7 @@ TILES = (*MANY, Tile(48, 2, 1, 2, 3), Tile(64, 2, 2, 2, 2), Tile(80, 3, 2, 1, 2)
 
 @functools.cache
 def emulator(defines: tuple[tuple[str, int], ...]) -> Callable[..., int]:
-    text = (nvrtc.SOURCES / "moe_wgmma.cu").read_text()
+    text = nvrtc.read_source("moe_wgmma.cu")
     is_gather = dict(defines)["GATHER"]
     start, end = text.index(MARK + ("gather" if is_gather else "the product")), text.rindex("#endif")
     kernel = text[start : text.index("#else\n" + MARK) if is_gather else end]

@@ -32,7 +32,7 @@ MARK = "// ---------------------------------------------------------------- "
 
 @functools.cache
 def _emulator(source: str, entry: str, defines: tuple[tuple[str, int], ...]) -> Any:
-    text = (nvrtc.SOURCES / source).read_text()
+    text = nvrtc.read_source(source)
     before, rest = text.split(MARK + "instructions")
     kernel = before + rest[rest.index(MARK) :].replace(
         "extern __shared__ __align__(16) char shared[];", "char* shared = at(0);"
