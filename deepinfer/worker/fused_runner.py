@@ -64,7 +64,7 @@ class FusedRunner(ModelRunner):
     def run(self, plan: StepPlan, trace: dict[str, Tensor] | None = None) -> StepResult:
         """One forward over all rows of ``plan`` (which has at least one). There is no trace of fused layers."""
         assert trace is None, "fused layers keep no intermediates"
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # a thread's own setting, and this may be another than made the runner
         chunks = plan.chunks
         with self.timer.phase("batch"):
