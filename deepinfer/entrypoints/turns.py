@@ -51,7 +51,7 @@ class Turn:
                 self._owner, self._depth = None, 0
                 self._changed.notify_all()
         if self._errands:  # left between the last look and the end of the turn
-            self.leave(_nothing)
+            self._run_errands_if_free()
 
     def leave(self, errand: Callable[[], object]) -> None:
         """Have ``errand`` run in a turn, without waiting for one: now if nobody has it, else by whoever does.
@@ -59,6 +59,9 @@ class Turn:
         For what a generator does when it is closed, which may be anywhere: the garbage collector closes some.
         """
         self._errands.append(errand)
+        self._run_errands_if_free()
+
+    def _run_errands_if_free(self) -> None:
         with self._changed:
             if self._owner is not None or self._waiting:
                 return
@@ -69,7 +72,3 @@ class Turn:
         """Run what was left so far. Only within a turn, where the engine is between two steps."""
         while self._errands:
             self._errands.popleft()()
-
-
-def _nothing() -> None:
-    """An errand for the sake of the others."""

@@ -14,7 +14,7 @@ WEIGHT = "layers.0.attn.wq_a.weight"
 SCALE = "layers.0.attn.wq_a.scale"
 
 
-def refused(broken: RawCheckpoint, *fragments: str, **options) -> str:
+def assert_refused(broken: RawCheckpoint, *fragments: str, **options) -> str:
     """Write, open, and return the message, which has to hold every fragment."""
     broken.write()
     with pytest.raises(CheckpointError) as caught:
@@ -34,42 +34,42 @@ def test_the_unbroken_copy_opens(broken: RawCheckpoint) -> None:
 
 def test_missing_tensor(broken: RawCheckpoint) -> None:
     broken.remove("layers.3.attn.kv_norm.weight")
-    refused(broken, "layers.3.attn.kv_norm.weight", "BF16 [64]", "missing", "(1 problem)")
+    assert_refused(broken, "layers.3.attn.kv_norm.weight", "BF16 [64]", "missing", "(1 problem)")
 
 
 def test_tensor_that_only_the_index_knows(broken: RawCheckpoint) -> None:
     name = "layers.3.attn.kv_norm.weight"
     del broken.shard_of(name)[name]
-    message = refused(broken, name, "no shard holds it")
+    message = assert_refused(broken, name, "no shard holds it")
     assert message.count(name) == 1
 
 
 def test_tensor_that_the_index_does_not_know(broken: RawCheckpoint) -> None:
     del broken.index[WEIGHT]
-    refused(broken, WEIGHT, "not in the index")
+    assert_refused(broken, WEIGHT, "not in the index")
 
 
 def test_tensor_in_another_shard_than_the_index_says(broken: RawCheckpoint) -> None:
     other = next(shard for shard in broken.shards if shard != broken.index[WEIGHT])
     broken.index[WEIGHT] = other
-    refused(broken, WEIGHT, other, "but it is in")
+    assert_refused(broken, WEIGHT, other, "but it is in")
 
 
 def test_tensor_in_two_shards(broken: RawCheckpoint) -> None:
     other = next(tensors for tensors in broken.shards.values() if WEIGHT not in tensors)
     other[WEIGHT] = broken[WEIGHT]
-    refused(broken, WEIGHT, "in two shards")
+    assert_refused(broken, WEIGHT, "in two shards")
 
 
 def test_both_spellings_of_one_tensor(broken: RawCheckpoint) -> None:
     tensor = broken[WEIGHT]
     broken.shard_of(WEIGHT)["model." + WEIGHT] = tensor
-    refused(broken, WEIGHT, "in both spellings")
+    assert_refused(broken, WEIGHT, "in both spellings")
 
 
 def test_both_spellings_in_the_index(broken: RawCheckpoint) -> None:
     broken.index["model." + WEIGHT] = broken.index[WEIGHT]
-    refused(broken, INDEX, WEIGHT, "both spellings")
+    assert_refused(broken, INDEX, WEIGHT, "both spellings")
 
 
 @pytest.mark.parametrize("rename_index", [True, False])
@@ -87,37 +87,39 @@ def test_either_spelling_may_be_used_in_index_and_shards(broken: RawCheckpoint, 
 
 def test_wrong_dtype(broken: RawCheckpoint) -> None:
     broken["layers.2.ffn.gate.bias"].dtype = "I32"
-    refused(broken, "layers.2.ffn.gate.bias", "dtype I32", "expected F32")
+    assert_refused(broken, "layers.2.ffn.gate.bias", "dtype I32", "expected F32")
 
 
 def test_alternative_dtype_only_where_it_is_allowed(broken: RawCheckpoint) -> None:
     for name in ("layers.1.engram.q_weight", "layers.1.attn_norm.weight"):
         tensor = broken[name]
         tensor.dtype, tensor.data = "F32", tensor.data * 2
-    message = refused(broken, "layers.1.attn_norm.weight", "expected BF16")
+    message = assert_refused(broken, "layers.1.attn_norm.weight", "expected BF16")
     assert "q_weight" not in message
 
 
 def test_wrong_shape(broken: RawCheckpoint) -> None:
     tensor = broken["layers.2.ffn.experts.1.w2.weight"]
     tensor.shape = [tensor.shape[1], tensor.shape[0]]
-    refused(broken, "layers.2.ffn.experts.1.w2.weight", "shape [32, 256]", "expected [256, 32]", "[256, 64] per byte")
+    assert_refused(
+        broken, "layers.2.ffn.experts.1.w2.weight", "shape [32, 256]", "expected [256, 32]", "[256, 64] per byte"
+    )
 
 
 def test_table_with_another_number_of_rows(broken: RawCheckpoint) -> None:
     tensor = broken["layers.1.engram.embed.weight"]
     tensor.shape, tensor.data = [6125, 32], tensor.data[: 6125 * 32]
-    refused(broken, "layers.1.engram.embed.weight", "[6125, 32]", "[6126, 32]")
+    assert_refused(broken, "layers.1.engram.embed.weight", "[6125, 32]", "[6126, 32]")
 
 
 def test_weight_without_scale(broken: RawCheckpoint) -> None:
     broken.remove(SCALE)
-    refused(broken, WEIGHT, f"its scale {SCALE} is missing", "FP8")
+    assert_refused(broken, WEIGHT, f"its scale {SCALE} is missing", "FP8")
 
 
 def test_scale_without_weight(broken: RawCheckpoint) -> None:
     broken.remove(WEIGHT)
-    refused(broken, WEIGHT, "missing", f"only its scale {SCALE} is there")
+    assert_refused(broken, WEIGHT, "missing", f"only its scale {SCALE} is there")
 
 
 @pytest.mark.parametrize(
@@ -128,12 +130,12 @@ def test_scale_grid_of_another_block_size_is_named(broken: RawCheckpoint, grid, 
     for size in grid:
         count *= size
     broken[SCALE].shape, broken[SCALE].data = grid, b"\x7f" * count
-    refused(broken, SCALE, "expected [2, 8]", "32x32 tile", f"grid of {block} blocks")
+    assert_refused(broken, SCALE, "expected [2, 8]", "32x32 tile", f"grid of {block} blocks")
 
 
 def test_scale_of_wrong_dtype(broken: RawCheckpoint) -> None:
     broken[SCALE].dtype, broken[SCALE].data = "F32", broken[SCALE].data * 4
-    refused(broken, SCALE, "dtype F32", "expected F8_E8M0")
+    assert_refused(broken, SCALE, "dtype F32", "expected F8_E8M0")
 
 
 def test_missing_shard_is_a_file_error(broken: RawCheckpoint) -> None:
@@ -177,7 +179,7 @@ def test_single_file_needs_no_index(broken: RawCheckpoint) -> None:
     broken.write()
     assert open_checkpoint(broken.directory).tensor(WEIGHT).shape == (64, 256)
     del merged["norm.weight"]
-    refused(broken, "norm.weight", "missing")
+    assert_refused(broken, "norm.weight", "missing")
 
 
 @pytest.mark.parametrize("content", ["not json", "[]", '{"weight_map": {}}', '{"weight_map": []}'])
@@ -190,7 +192,7 @@ def test_unusable_index(broken: RawCheckpoint, content: str) -> None:
 @pytest.mark.parametrize("shard", ["../elsewhere.safetensors", "/etc/passwd", "", 7])
 def test_index_cannot_point_outside_the_directory(broken: RawCheckpoint, shard) -> None:
     broken.index[WEIGHT] = shard
-    refused(broken, WEIGHT, repr(shard), "the index maps")
+    assert_refused(broken, WEIGHT, repr(shard), "the index maps")
 
 
 def test_index_that_lists_a_tensor_twice(broken: RawCheckpoint) -> None:
@@ -276,21 +278,21 @@ def test_unknown_tensor_is_a_warning(broken: RawCheckpoint, caplog) -> None:
 )
 def test_unknown_draft_tensor_is_an_error_unless_allowed(broken: RawCheckpoint, name: str) -> None:
     broken.add(name, RawTensor("F32", [2], b"12345678"))
-    refused(broken, name, "draft")
+    assert_refused(broken, name, "draft")
     assert name in open_checkpoint(broken.directory, allow_unknown_draft=True).warnings[0]
     assert name in open_checkpoint(broken.directory, parts=("text",)).warnings[0]
 
 
 def test_renamed_draft_tensor_is_reported_from_both_sides(broken: RawCheckpoint) -> None:
     broken.rename("mtp.1.markov_head.head.weight", "mtp.1.markov.head.weight")
-    refused(
+    assert_refused(
         broken, "mtp.1.markov_head.head.weight (BF16 [512, 32]) is missing", "unknown draft tensor mtp.1.markov.head"
     )
 
 
 def test_missing_draft_is_an_error_by_default_and_fine_for_text_only(broken: RawCheckpoint) -> None:
     broken.remove("mtp.0.main_norm.weight")
-    refused(broken, "mtp.0.main_norm.weight")
+    assert_refused(broken, "mtp.0.main_norm.weight")
     assert open_checkpoint(broken.directory, parts=("text",)).warnings == ()
 
 
@@ -306,18 +308,18 @@ def test_draft_copies_of_embedding_and_head_are_ignored(broken: RawCheckpoint) -
 )
 def test_tensors_of_the_previous_model_are_refused(broken: RawCheckpoint, name: str) -> None:
     broken.add(name, RawTensor("F32", [2], b"12345678"))
-    refused(broken, name, "DeepSeek-V4")
+    assert_refused(broken, name, "DeepSeek-V4")
 
 
 def test_head_mix_contradicts_the_shifted_read(broken: RawCheckpoint) -> None:
     broken.add("hc_head_fn", RawTensor("F32", [2], b"12345678"))
-    refused(broken, "hc_head_fn", "hc_shifted")
+    assert_refused(broken, "hc_head_fn", "hc_shifted")
 
 
 def test_many_problems_are_reported_together_up_to_twenty(broken: RawCheckpoint) -> None:
     broken.remove("norm.weight", SCALE)
     broken["layers.2.ffn.gate.bias"].dtype = "I32"
-    refused(broken, "norm.weight", SCALE, "layers.2.ffn.gate.bias", "(3 problems)")
+    assert_refused(broken, "norm.weight", SCALE, "layers.2.ffn.gate.bias", "(3 problems)")
     broken.remove(*[name for name in broken.index if "hc_" in name])
-    message = refused(broken, "(63 problems)", "and 43 more")
+    message = assert_refused(broken, "(63 problems)", "and 43 more")
     assert message.count("is missing") <= 20

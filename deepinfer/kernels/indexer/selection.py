@@ -168,19 +168,8 @@ def _score_rows(
     _, heads, width = query.shape
     is_covered = scores_cuda.accepts(heads, width, view.entries_per_block, block_size, query.device)
     score = scores_cuda.score_rows if is_covered else score_rows
-    score(
-        query,
-        head_weights,
-        index_keys,
-        view.block_table,
-        view.row_sequence,
-        view.num_visible,
-        order_keys,
-        min_scored,
-        view.entries_per_block,
-        blocks,
-        block_size,
-    )
+    rows = view.block_table, view.row_sequence, view.num_visible
+    score(query, head_weights, index_keys, *rows, order_keys, min_scored, view.entries_per_block, blocks, block_size)
 
 
 def _score_chunks(
@@ -190,18 +179,8 @@ def _score_chunks(
     # By the model and the machine alone, so that the rows of all long chunks are summed in one order.
     is_covered = chunks_cuda.accepts(heads, width, view.entries_per_block, query.device)
     score = chunks_cuda.score_chunks if is_covered else score_chunks
-    score(
-        query,
-        head_weights,
-        index_keys,
-        view.block_table,
-        view.row_sequence,
-        view.num_visible,
-        order_keys,
-        min_scored,
-        view.entries_per_block,
-        view.max_visible,
-    )
+    rows = view.block_table, view.row_sequence, view.num_visible
+    score(query, head_weights, index_keys, *rows, order_keys, min_scored, view.entries_per_block, view.max_visible)
 
 
 def _select_entries(
