@@ -195,11 +195,12 @@ def check_router() -> None:
     for rows in (*DECODE_ROWS, 512, 2048):
         x = whole[:rows]
         timed(f"router rows {rows} with order", [lambda r=r, x=x: r.forward(x, block=8) for r in routers], floor)
-    for rows in (1, 8, 64, 256):
+    for rows in (1, 8, 64, 128, 256, 384):
         x = whole[:rows]
-        for tiles in sorted({t for t in (1, 4, 8) if rows > 32 or t == 1}):
-            actions = [lambda g=g, x=x, t=tiles: router_cuda.logits(x, g, row_tiles=t) for g in gates]
-            timed(f"router logits rows {rows} tiles {tiles}", actions, floor)
+        shapes = {router_cuda.choose_logits_shape(number) for number in (rows, 64, 128, 256, 384)}
+        for shape in (shape for shape in shapes if rows > 8 or shape.row_tiles == 1):
+            actions = [lambda g=g, x=x, s=shape: router_cuda.logits(x, g, shape=s) for g in gates]
+            timed(f"router logits rows {rows} {shape}", actions, floor)
         partial = router_cuda.logits(x, gates[0])
         experts = torch.empty(rows, TOP, dtype=torch.int32, device=DEVICE)
         weights = torch.empty(rows, TOP, device=DEVICE)

@@ -21,12 +21,15 @@ Hence an exception to the second point: before it waits a kernel may also read w
 past the L1 cache (``ld.global.cg``, ``cp.async.cg``, the copy engine). A product that is launched ``beside`` the kernel
 before it multiplies meanwhile, and waits before it writes; ``hyper_connection_write_read.cu`` loads the streams.
 (``moe_skinny.cu`` reads the order of pairs through the L1. A line of an earlier order would have to outlive the dozen
-launches in between.) ``tests/worker/test_launch_order.py`` checks
-both over whole steps.
+launches in between.)
 
-And an exception to the last point: the small Triton kernels of :mod:`deepinfer.kernels.overlap` let the next kernel
-start before they wait themselves, so that it begins to load its weights one kernel earlier. Such a kernel is never
-directly before one that reads what is older. (The other kernels were measured to gain nothing by it.)
+And an exception to the last point: the small Triton kernels of :mod:`deepinfer.kernels.overlap`, and the selection and
+the order of the router, let the next kernel start before they wait themselves. So what comes behind them begins one
+kernel earlier: to load its weights or, behind the router, to multiply, since the shared expert's product needs the
+router's input only. When a kernel begins behind such a one, no more has ended than when that one began; that is the age
+of what it may read before it waits. (The other kernels were measured to gain nothing by it.)
+
+``tests/worker/test_launch_order.py`` checks both over whole steps.
 
 Kernels launched without ``overlap`` (torch's, Triton's) begin when everything before them has ended, as ever.
 

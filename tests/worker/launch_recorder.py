@@ -45,15 +45,17 @@ def violations(launches: list[Launch]) -> list[str]:
     """Where the rule is broken. The first launch that names a storage is taken for its writer."""
     first: dict[int, int] = {}
     found = []
+    ended = -1  # this launch and all before it have ended when the current one begins
     for index, launch in enumerate(launches):
-        before = launches[index - 1] if index else None
+        before = launches[index - 1].kind if index else Kind.ORDINARY
+        if Kind.ORDINARY in (launch.kind, before):
+            ended = index - 1
+        elif before is Kind.OVERLAPPED:
+            ended = index - 2
         for name, storage in launch.ahead.items():
-            if before is None or before.kind is Kind.ORDINARY:
-                continue
-            if before.kind is Kind.EARLY:
-                found.append(f"{index}: {launch.name} reads {name} ahead, and {before.name} lets it start too early")
-            elif first.get(storage) == index - 1:
-                found.append(f"{index}: {launch.name} reads {name} ahead, which {before.name} makes")
+            maker = first.get(storage, -1)
+            if maker > ended:
+                found.append(f"{index}: {launch.name} reads {name} ahead, which {launches[maker].name} ({maker}) makes")
         for storage in launch.touched:
             first.setdefault(storage, index)
     return found
@@ -129,6 +131,9 @@ def _forget_answers() -> None:
                     value.cache_clear()
 
 
+_EARLY = ("route_select", "order_pairs")
+
+
 class _Map(ctypes.Structure):
     _fields_ = (("x", ctypes.c_void_p),)
 
@@ -161,7 +166,7 @@ class _Kernel:
                         storages[name] = self.recorder.storage_at(value.value)
                 elif isinstance(value, int):
                     numbers[name] = value
-        kind = Kind.OVERLAPPED if overlap else Kind.ORDINARY
+        kind = Kind.ORDINARY if not overlap else Kind.EARLY if self.entry in _EARLY else Kind.OVERLAPPED
         ahead = self._ahead(storages, numbers) if overlap else {}
         self.recorder.launches.append(Launch(self.entry, kind, set(storages.values()), ahead))
 

@@ -96,13 +96,16 @@ def test_what_is_read_ahead_is_older_than_the_kernel_before(
     assert read_ahead >= expected
 
 
-def test_the_check_sees_either_mistake() -> None:
+def test_the_check_sees_what_has_not_ended() -> None:
     made = Launch("maker", Kind.OVERLAPPED, {1})
     middle, early = Launch("middle", Kind.OVERLAPPED, {2}), Launch("early", Kind.EARLY, {3})
     reader = Launch("reader", Kind.OVERLAPPED, {1, 4}, {"x": 1})
     ordinary = Launch("ordinary", Kind.ORDINARY, {5})
     assert not violations([made, middle, reader])
     assert not violations([made, early, middle, reader])
+    assert not violations([made, middle, early, early, reader])
     assert not violations([made, ordinary, reader])
+    assert not violations([made, early, ordinary, early, reader])
     assert len(violations([made, reader])) == 1
-    assert len(violations([made, middle, early, reader])) == 1
+    assert len(violations([made, early, reader])) == 1
+    assert len(violations([made, early, early, reader])) == 1

@@ -215,8 +215,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_select(const Argumen
     image_bias[j] = HAS_IMAGE && exists ? a.image_bias[lane + 32 * j] : 0.0f;
   }
   if (ORDER) clear_words(o);
+  let_next_kernel_start();  // the shared expert's product, which needs nothing of this: see nvrtc.py
   wait_for_earlier_kernels();
-  let_next_kernel_start();
   make_scores(a, scores, first_row, num_rows);
   __syncthreads();
 
@@ -258,8 +258,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_pairs(const Argument
   const int first_row = blockIdx.x * a.rows_per_cta, num_rows = max(0, min(a.rows_per_cta, a.rows - first_row));
   const int* chosen = a.experts + (long long)first_row * TOP;
   clear_words(o);
+  let_next_kernel_start();  // as above
   wait_for_earlier_kernels();
-  let_next_kernel_start();
   __syncthreads();
 #pragma unroll 4
   for (int p = threadIdx.x; p < num_rows * TOP; p += THREADS) {

@@ -22,7 +22,7 @@ from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, new_blocks, order_
 
 Way = Literal["cuda", "one launch", "two launches"]
 """CUDA, or Triton in one launch or two."""
-MAX_OWN_ROWS = 64
+MAX_OWN_ROWS = 512
 """CUDA: up to here our kernel makes the logits, above cuBLAS."""
 CLUSTER_ROWS = 64
 """CUDA: up to here the selection orders the pairs, above a launch of its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +35,40 @@ class _Arguments(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LogitsShape:
+    """What a CTA of the logits has, beside a slice; no influence on the result. Up to 384 rows of 384 experts all CTAs
+    run at once: 120 of them, as nearly always.
+    """
+
+    row_tiles: int
+    """Of 8 rows."""
+    expert_tiles: int
+    """Of 16 experts, for each warp."""
+    groups: int
+    """Of warps, each with its own experts."""
+
+    @property
+    def num_experts(self) -> int:
+        return 16 * self.expert_tiles * self.groups
+
+    @property
+    def shared_bytes(self) -> int:
+        return (self.num_experts + 8 * self.row_tiles) * 2 * SLICE
+
+    def grid(self, rows: int, num_experts: int, hidden: int) -> tuple[int, int, int]:
+        return (-(-num_experts // self.num_experts), -(-hidden // SLICE), -(-rows // (8 * self.row_tiles)))
+
+
+def choose_logits_shape(rows: int) -> LogitsShape:
+    """By the number of rows: the more of them, the more experts a CTA has, so that a row is loaded less often."""
+    if rows <= 64:
+        return LogitsShape(next((tiles for tiles in (1, 2, 4) if rows <= 8 * tiles), 8), 1, 2)
+    if rows <= 128:
+        return LogitsShape(8, 1, 4)
+    return LogitsShape(8 if rows <= 256 else 12, 2, 4)
+
+
 @functools.cache
 def is_available(device: torch.device) -> bool:
     return nvrtc.is_available(device)
@@ -53,24 +88,26 @@ def accepts_order(experts: Tensor, num_experts: int) -> bool:
     return fits and is_available(experts.device)
 
 
-def logits(x: Tensor, gate: Tensor, *, row_tiles: int | None = None, overlap: bool = True) -> Tensor:
+def logits(x: Tensor, gate: Tensor, *, shape: LogitsShape | None = None, overlap: bool = True) -> Tensor:
     """Partial sums float32 ``[slices, rows, experts]``, to be added in order.
 
     Args:
         x: bf16 ``[rows, hidden]``, gate: bf16 ``[experts, hidden]``, contiguous.
-        row_tiles: 8-row tiles per CTA, 1, 2, 4 or 8; no influence on the result.
+        shape: default by the number of rows.
         overlap: the gate's loads begin before the preceding kernel has ended.
     """
     (rows, hidden), num_experts = x.shape, gate.shape[0]
     assert x.is_contiguous()
-    num_slices = -(-hidden // SLICE)
-    partial = torch.empty(num_slices, rows, num_experts, dtype=torch.float32, device=x.device)
-    row_tiles = row_tiles or next((tiles for tiles in (1, 2, 4) if rows <= 8 * tiles), 8)
-    shared = (32 + 8 * row_tiles) * (2 * SLICE + 16)
-    defines = {"HIDDEN": hidden, "EXPERTS": num_experts, "NT": row_tiles}
+    shape = shape or choose_logits_shape(rows)
+    grid = shape.grid(rows, num_experts, hidden)
+    partial = torch.empty(grid[1], rows, num_experts, dtype=torch.float32, device=x.device)
+    defines = {
+        "HIDDEN": hidden, "EXPERTS": num_experts,
+        "NT": shape.row_tiles, "MT": shape.expert_tiles, "GROUPS": shape.groups,
+    }  # fmt: skip
+    shared = shape.shared_bytes
     kernel = nvrtc.load_kernel("route_logits.cu", "route_logits", defines, x.device, shared_bytes=shared)
-    grid = (-(-num_experts // 32), num_slices, -(-rows // (8 * row_tiles)))
-    kernel.launch(grid, 256, (x, gate, partial, rows), shared_bytes=shared, overlap=overlap)
+    kernel.launch(grid, 128 * shape.groups, (x, gate, partial, rows), shared_bytes=shared, overlap=overlap)
     return partial
 
 

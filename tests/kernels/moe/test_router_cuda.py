@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+import re
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -39,9 +41,9 @@ def _emulator(source: str, entry: str, defines: tuple[tuple[str, int], ...]) -> 
     )
     constants = dict(defines) | {
         "CLUSTER": dict(defines).get("CLUSTER", 1),
-        "THREADS": dict(defines).get("THREADS", 256),
+        "THREADS": dict(defines).get("THREADS") or 128 * dict(defines)["GROUPS"],
     }
-    kernel = kernel.replace("#define THREADS 256", "")
+    kernel = re.sub("#define THREADS .*", "", kernel)
     body = f"static void** values;\nstatic void call() {{ {ENTRY[entry]} }}\n"
     body += 'extern "C" int emulate(void** v, const int* grid) { values = v; return launch(grid, call); }\n'
     return compile_for_cpu(constants, ("route.h",), kernel, body)
@@ -87,19 +89,28 @@ def _select(
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "hidden", "tiles"), [(1, 8, 256, 1), (9, 24, 1120, 2), (19, 100, 160, 4), (70, 32, 520, 8)]
-)
-def test_partial_logits_add_up(rows, experts, hidden, tiles, device):
+    ("rows", "experts", "hidden", "shape"),
+    [(1, 8, 256, (1, 1, 2)), (9, 24, 1120, (2, 1, 2)), (19, 100, 160, (4, 1, 2)), (70, 32, 520, (8, 1, 2)),
+     (70, 100, 520, (8, 1, 4)), (65, 130, 520, (8, 2, 4)), (97, 20, 1032, (12, 2, 4))],
+)  # fmt: skip
+def test_partial_logits_add_up(rows, experts, hidden, shape, device):
     torch.manual_seed(rows)
     x = torch.randn(rows, hidden).bfloat16().to(device)
     gate = torch.randn(experts, hidden).bfloat16().to(device)
-    partial = router_cuda.logits(x, gate, row_tiles=tiles)
+    partial = router_cuda.logits(x, gate, shape=router_cuda.LogitsShape(*shape))
     assert partial.shape == (-(-hidden // 512), rows, experts)
     exact = x.double() @ gate.double().T
     size = x.double().abs() @ gate.double().abs().T
     assert ((partial.double().sum(0) - exact).abs() <= size * 2.0**-20).all()
     for row in (0, rows - 1):
-        assert torch.equal(router_cuda.logits(x[row : row + 1].clone(), gate, row_tiles=1)[:, 0], partial[:, row])
+        assert torch.equal(router_cuda.logits(x[row : row + 1].clone(), gate)[:, 0], partial[:, row])
+
+
+def test_ctas_of_all_shapes_fit_a_multiprocessor():
+    for rows in (1, 9, 32, 64, 65, 128, 129, 256, 257, 384, 512):
+        shape = router_cuda.choose_logits_shape(rows)
+        assert shape.shared_bytes <= 227 * 1024
+        assert rows > 384 or math.prod(shape.grid(rows, 384, 5120)) <= 132
 
 
 @pytest.mark.parametrize(
