@@ -24,7 +24,7 @@ Way = Literal["cuda", "one launch", "two launches"]
 """CUDA, or Triton in one launch or two."""
 MAX_OWN_ROWS = 512
 """CUDA: up to here our kernel makes the logits, above cuBLAS."""
-CLUSTER_ROWS = 64
+CLUSTER_ROWS = 256
 """CUDA: up to here the selection orders the pairs, above a launch of its own."""
 FUSED_ROWS = 32
 """Triton: above this one program per row selects faster than one per 16 rows."""

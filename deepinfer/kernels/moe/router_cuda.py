@@ -16,6 +16,8 @@ SLICE = 512
 MAX_EXPERTS = 512
 MAX_ORDERED_ROWS = 16384
 """One cluster orders at most this many rows: their marks lie in its shared memory."""
+PACKED_ROWS = 512
+"""Up to here the selection takes as few multiprocessors as it can, since the shared expert's product runs beside it."""
 _CLUSTER = 8
 _WORD = 32
 _MAX_SHARED_BYTES = 227 * 1024
@@ -138,8 +140,8 @@ def select(
     """
     num_slices, rows, num_experts = partial.shape
     if order is None:
-        cluster, threads = 1, 128
-        rows_per_cta = 4 if rows <= 2048 else 8
+        cluster, threads = 1, 512 if rows <= PACKED_ROWS else 128
+        rows_per_cta = _WORD if rows <= PACKED_ROWS else 4 if rows <= 2048 else 8
     else:
         cluster, threads = cluster or (1 if rows <= 2 else _CLUSTER), MAX_EXPERTS
         rows_per_cta = -(-rows // cluster)
