@@ -1,13 +1,12 @@
 // Sparse attention of one row over its window and its selected entries, from the raw query to the rounded output.
 //
 // Keys are values, so a block of 64 keys is read, expanded to bf16 in shared memory once and used by both products.
-// A CTA owns all heads of one row (M = 64) and has four warpgroups:
-//   producer  reads records ahead into a staging place, expands them into one of two key buffers; reads and rotates
-//             the query;
-//   scorer    logits = query . keys, softmax; leaves the weights in shared memory;
-//   adders    weights . keys, one for channels [0, 256), one for [256, 512).
-// So the logits of a block are multiplied, and become weights, while the block before is added up.
-// SPLITS = 1: persistent, CTA c takes rows c, c + grid, ...; producer and scorer run ahead into the next row.
+// A CTA owns all heads of one row (M = 64) and has three warpgroups:
+//   producer   reads records ahead into a staging place, expands them into one of two key buffers; reads and rotates
+//              the query;
+//   consumer 0 logits = query . keys, softmax, sum over channels [0, 256);
+//   consumer 1 sum over channels [256, 512), with the weights that consumer 0 leaves in shared memory.
+// SPLITS = 1: persistent, CTA c takes rows c, c + grid, ...; the producer runs ahead into the next row.
 // SPLITS > 1: a cluster of SPLITS CTAs shares the key blocks of one row; sums meet through distributed shared memory,
 // each CTA finishes 512 / SPLITS channels. Sums are added in the order of the splits.
 //
@@ -52,7 +51,7 @@ struct Small {
   u32 seen[2][4];                      // per key buffer and producer warp: two bits per key
   float shrink[M_ROWS];                // factor of the sums before this block's weights are added
   float finish[2][M_ROWS];             // 2^16 / total, by parity of the row
-  float largest[2][M_ROWS / 4];        // of the output, by adder and group of heads
+  float largest[2][M_ROWS / 4];        // of the output, by consumer and group of heads
 };
 
 struct Arguments {
@@ -384,18 +383,17 @@ __device__ __forceinline__ void finish_heads(const Arguments& a, u32 tile, int r
 #include "attention_codes.cuh"
 #endif
 
-// SPLITS = 1, when an adder is done with the row's last block: its key buffer holds the result in between, where only this
-// adder's channels were.
+// SPLITS = 1, when both consumers are done with the row's last block: its key buffer holds the result in between.
 __device__ __forceinline__ void finish_row(const Arguments& a, Small& small, u8* shared_pointer, const float (&sums)[128],
-                                           const float (&factors)[2], int row, int adder, int last_step) {
+                                           const float (&factors)[2], int row, int consumer, int last_step) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   u8* tile = shared_pointer + AT_KEYS + (last_step & 1) * TILE_BYTES;
-  stage_sums(sums, factors, tile, warp * 16 + lane / 4, lane % 4, 32 * adder);
+  stage_sums(sums, factors, tile, warp * 16 + lane / 4, lane % 4, 32 * consumer);
   __syncwarp();
 #if GROUP_HEADS
-  finish_codes(a, small, shared_address(tile), row, warp, adder);
+  finish_codes(a, small, shared_address(tile), row, warp, consumer);
 #else
-  finish_heads(a, shared_address(tile), row, warp * 16, 16, 4 * adder, 4);
+  finish_heads(a, shared_address(tile), row, warp * 16, 16, 4 * consumer, 4);
 #endif
   if (last_step >= 0) warp_arrive(&small.key_free[last_step & 1]);
 }
@@ -403,10 +401,10 @@ __device__ __forceinline__ void finish_row(const Arguments& a, Small& small, u8*
 #if SPLITS > 1
 #define TILES (64 / SPLITS)            // 8-channel tiles that a CTA of the cluster finishes
 // Send sums to the CTAs that finish them. Their key buffers hold [SPLITS][TILES][128 threads] of four floats.
-__device__ __forceinline__ void send_sums(float (&sums)[128], u32 shared, int split, int adder, int thread) {
+__device__ __forceinline__ void send_sums(float (&sums)[128], u32 shared, int split, int consumer, int thread) {
 #pragma unroll
   for (int t = 0; t < 32; ++t) {
-    const int tile = 32 * adder + t;
+    const int tile = 32 * consumer + t;
     const u32 local = shared + AT_KEYS + ((split * TILES + tile % TILES) * 128 + thread) * 16;
     store_remote(remote_address(local, tile / TILES), sums[4 * t], sums[4 * t + 1], sums[4 * t + 2], sums[4 * t + 3]);
   }
@@ -418,7 +416,7 @@ __device__ __forceinline__ void send_stats(u32 shared, int split, int head, floa
     store_remote(remote_address(shared + AT_WEIGHTS + (split * M_ROWS + head) * 8, rank), largest, total);
 }
 // Add the splits' sums of this CTA's channels and write them; the query's place holds the result in between.
-__device__ __forceinline__ void combine(const Arguments& a, u8* shared_pointer, int split, int adder, int thread, int row, int head) {
+__device__ __forceinline__ void combine(const Arguments& a, u8* shared_pointer, int split, int consumer, int thread, int row, int head) {
   const float2* stats = (const float2*)(shared_pointer + AT_WEIGHTS);
   float factors[SPLITS][2];
 #pragma unroll
@@ -437,7 +435,7 @@ __device__ __forceinline__ void combine(const Arguments& a, u8* shared_pointer, 
     for (int s = 0; s < SPLITS; ++s) factors[s][r] *= finish;
   }
 #pragma unroll 2
-  for (int tile = adder * (TILES / 2); tile < (adder + 1) * (TILES / 2); ++tile) {
+  for (int tile = consumer * (TILES / 2); tile < (consumer + 1) * (TILES / 2); ++tile) {
     float v[4] = {};
 #pragma unroll
     for (int s = 0; s < SPLITS; ++s) {
@@ -450,12 +448,19 @@ __device__ __forceinline__ void combine(const Arguments& a, u8* shared_pointer, 
     stage(shared_pointer + AT_QUERY, head, thread % 4, split * TILES + tile, to_bf16_pair(v[0], v[1]), to_bf16_pair(v[2], v[3]));
   }
   named_barrier(1, 256);
-  const int warp = adder * 4 + thread / 32;
+  const int warp = consumer * 4 + thread / 32;
   finish_heads(a, shared_address(shared_pointer + AT_QUERY), row, warp * 8, 8, split * (8 / SPLITS), 8 / SPLITS);
 }
 #endif
 
-// ---------------------------------------------------------------- scorer
+// ---------------------------------------------------------------- consumers
+
+__device__ __forceinline__ void rescale(float (&sums)[128], float first, float second) {
+  if (__any_sync(~0u, first != 1.0f || second != 1.0f)) {
+#pragma unroll
+    for (int i = 0; i < 128; i += 4) sums[i] *= first, sums[i + 1] *= first, sums[i + 2] *= second, sums[i + 3] *= second;
+  }
+}
 
 __device__ __forceinline__ void hide_unseen(float (&logits)[32], const uint4& seen, int quad) {
   if ((seen.x & seen.y & seen.z & seen.w) == ~0u) return;
@@ -501,7 +506,7 @@ __device__ __forceinline__ void softmax(const float (&logits)[32], float (&large
     }
 }
 
-// Hand weights and factors to the adders.
+// Hand weights and factors to the other consumer.
 __device__ __forceinline__ void share_weights(Small& small, u8* shared_pointer, const u32 (&weights)[WEIGHT_PARTS][16],
                                               const float (&shrink)[2], int head, int quad) {
 #pragma unroll
@@ -517,17 +522,20 @@ __device__ __forceinline__ void share_weights(Small& small, u8* shared_pointer, 
   warp_arrive(&small.weight_full);
 }
 
-__device__ __forceinline__ void score(const Arguments& a, Small& small, u8* shared_pointer, u32 shared, int split, int first, int stride) {
+__device__ __forceinline__ void consume_left(const Arguments& a, Small& small, u8* shared_pointer, u32 shared, int split, int first, int stride) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, quad = lane % 4;
   const int head = warp * 16 + lane / 4;
   const Range range = block_range(a, split);
   const float log2e = 1.4426950408889634f, scale = 0.044194173824159216f * log2e * (1 << KEY_SHIFT);  // 512^-0.5
   const float sinks[2] = {head < H ? a.sink[head] * log2e : 0.0f, head + 8 < H ? a.sink[head + 8] * log2e : 0.0f};
+  float sums[128];
   int step = 0, item = 0;
   for (int row = first; row < a.rows; row += stride, ++item) {
     float largest[2] = {sinks[0], sinks[1]};
     float total[2];  // this thread's columns only
     total[0] = total[1] = split == 0 && quad == 0 ? 1.0f : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) sums[i] = 0;
     if (range.begin < range.end) barrier_wait_forever(&small.query_full, item & 1);
     for (int block = range.begin; block < range.end; ++block, ++step) {
       const u32 keys = shared + AT_KEYS + (step & 1) * TILE_BYTES;
@@ -548,6 +556,19 @@ __device__ __forceinline__ void score(const Arguments& a, Small& small, u8* shar
       softmax(logits, largest, total, shrink, weights, scale);
       barrier_wait_forever(&small.weight_free, (step & 1) ^ 1);
       share_weights(small, shared_pointer, weights, shrink, head, quad);
+      rescale(sums, shrink[0], shrink[1]);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int part = 0; part < WEIGHT_PARTS; ++part) {
+          const u32* w = weights[part] + 4 * k;
+          const u32 four[4] = {w[0], w[1], w[2], w[3]};
+          mma_sum(sums, four, operand(keys, k * 2048));
+        }
+      wgmma_commit();
+      mma_wait(sums);
+      if (block + 1 < range.end) warp_arrive(&small.key_free[step & 1]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -555,30 +576,27 @@ __device__ __forceinline__ void score(const Arguments& a, Small& small, u8* shar
       total[r] += __shfl_xor_sync(~0u, total[r], 2);
     }
 #if SPLITS == 1
+    float factors[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      if (quad == 0) small.finish[item & 1][head + 8 * r] = __fdiv_rn((float)(1 << KEY_SHIFT), total[r]);
-    named_barrier_arrive(1, 384);  // the adders wait there
+    for (int r = 0; r < 2; ++r) {
+      factors[r] = __fdiv_rn((float)(1 << KEY_SHIFT), total[r]);
+      if (quad == 0) small.finish[item & 1][head + 8 * r] = factors[r];
+    }
+    named_barrier(1, 256);
+    finish_row(a, small, shared_pointer, sums, factors, row, 0, step - 1);
 #else
-    meet_cluster();
+    meet_cluster();  // all key buffers of the cluster are done with
+    send_sums(sums, shared, split, 0, thread);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (quad == 0) send_stats(shared, split, head + 8 * r, largest[r], total[r]);
     meet_cluster();
+    combine(a, shared_pointer, split, 0, thread, row, head);
 #endif
   }
 }
 
-// ---------------------------------------------------------------- adders
-
-__device__ __forceinline__ void rescale(float (&sums)[128], float first, float second) {
-  if (__any_sync(~0u, first != 1.0f || second != 1.0f)) {
-#pragma unroll
-    for (int i = 0; i < 128; i += 4) sums[i] *= first, sums[i + 1] *= first, sums[i + 2] *= second, sums[i + 3] *= second;
-  }
-}
-
-__device__ __forceinline__ void add(const Arguments& a, Small& small, u8* shared_pointer, u32 shared, int split, int first, int stride, int adder) {
+__device__ __forceinline__ void consume_right(const Arguments& a, Small& small, u8* shared_pointer, u32 shared, int split, int first, int stride) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int head = warp * 16 + lane / 4;
   const Range range = block_range(a, split);
@@ -588,7 +606,7 @@ __device__ __forceinline__ void add(const Arguments& a, Small& small, u8* shared
 #pragma unroll
     for (int i = 0; i < 128; ++i) sums[i] = 0;
     for (int block = range.begin; block < range.end; ++block, ++step) {
-      const u32 values = shared + AT_KEYS + (step & 1) * TILE_BYTES + adder * 4 * COLUMN_BYTES;
+      const u32 values = shared + AT_KEYS + (step & 1) * TILE_BYTES + 4 * COLUMN_BYTES;
       barrier_wait_forever(&small.weight_full, step & 1);
       barrier_wait_forever(&small.key_full[step & 1], (step >> 1) & 1);
       rescale(sums, small.shrink[head], small.shrink[head + 8]);
@@ -596,30 +614,27 @@ __device__ __forceinline__ void add(const Arguments& a, Small& small, u8* shared
 #pragma unroll
       for (int k = 0; k < 4; ++k)
 #pragma unroll
-        for (int part = 0; part < WEIGHT_PARTS; ++part) {
-          const u64 weights = operand(shared + AT_WEIGHTS, part * COLUMN_BYTES + 32 * k);
-          mma_sum<0>(sums, weights, operand(values, k * 2048));
-          mma_sum<1>(sums, weights, operand(values, k * 2048 + 2 * COLUMN_BYTES));
-        }
+        for (int part = 0; part < WEIGHT_PARTS; ++part)
+          mma_sum(sums, operand(shared + AT_WEIGHTS, part * COLUMN_BYTES + 32 * k), operand(values, k * 2048));
       wgmma_commit();
       mma_wait(sums);
       warp_arrive(&small.weight_free);
       if (block + 1 < range.end) warp_arrive(&small.key_free[step & 1]);
     }
 #if SPLITS == 1
-    named_barrier(1, 384);  // the scorer's factors are there
+    named_barrier(1, 256);
     const float factors[2] = {small.finish[item & 1][head], small.finish[item & 1][head + 8]};
-    finish_row(a, small, shared_pointer, sums, factors, row, adder, step - 1);
+    finish_row(a, small, shared_pointer, sums, factors, row, 1, step - 1);
 #else
-    meet_cluster();  // all key buffers and weights of the cluster are done with
-    send_sums(sums, shared, split, adder, thread);
     meet_cluster();
-    combine(a, shared_pointer, split, adder, thread, row, head);
+    send_sums(sums, shared, split, 1, thread);
+    meet_cluster();
+    combine(a, shared_pointer, split, 1, thread, row, head);
 #endif
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) sparse_attention(
+extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
     const u16* query, const u8* step_records, const u8* ring, const int* window_index, const u8* entries,
     const int* entry_slots, const float* sink, const float* cosines, const float* sines, u16* out,
     int rows, int query_stride, int width, int num_selected, int quantize
@@ -645,25 +660,25 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_attention(
     barrier_init(&small.query_full, 4);
     barrier_init(&small.query_free, 4);
     barrier_init(&small.weight_full, 4);
-    barrier_init(&small.weight_free, 8);
+    barrier_init(&small.weight_free, 4);
     barrier_init_done();
   }
   __syncthreads();
   wait_for_earlier_kernels();
   let_next_kernel_start();
   const int role = threadIdx.x / 128;
-  if (role == 3) {  // 2 * 168 + 88 + 88 = 4 * 128, what the launch gets
+  if (role == 2) {
     give_registers<88>();
     produce(a, small, shared, split, first, stride);
     if (SPLITS > 1) {
       meet_cluster();
       meet_cluster();
     }
-  } else if (role == 2) {
-    give_registers<88>();
-    score(a, small, shared_pointer, shared, split, first, stride);
+  } else if (role == 0) {
+    take_registers<240>();  // 240 + 176 + 88 = 3 * 168, what the launch gets
+    consume_left(a, small, shared_pointer, shared, split, first, stride);
   } else {
-    take_registers<168>();
-    add(a, small, shared_pointer, shared, split, first, stride, role);
+    take_registers<176>();
+    consume_right(a, small, shared_pointer, shared, split, first, stride);
   }
 }

@@ -32,10 +32,10 @@ __device__ __forceinline__ uint4 codes_of_group(const uint4& x, float& largest) 
   return {permute(codes[0], codes[1], 0x5410), permute(codes[2], codes[3], 0x5410), __float_as_uint(scale), 0};
 }
 
-// Two warps, one of each adder, rotate 16 staged heads back, round and write them. a.out: u8 [H / GROUP_HEADS, rows,
+// Two warps, one of each consumer, rotate 16 staged heads back, round and write them. a.out: u8 [H / GROUP_HEADS, rows,
 // GROUP_HEADS * D], a.scales: [H / GROUP_HEADS, rows rounded up to 4].
-__device__ __forceinline__ void finish_codes(const Arguments& a, Small& small, u32 tile, int row, int warp, int adder) {
-  const int lane = threadIdx.x % 32, chunk = lane % 8, first_group = warp * WARP_GROUPS, first_column = 4 * adder;
+__device__ __forceinline__ void finish_codes(const Arguments& a, Small& small, u32 tile, int row, int warp, int consumer) {
+  const int lane = threadIdx.x % 32, chunk = lane % 8, first_group = warp * WARP_GROUPS, first_column = 4 * consumer;
 #pragma unroll 1
   for (int group = first_group; group < first_group + WARP_GROUPS; ++group) {
     float largest = 1e-4f;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void finish_codes(const Arguments& a, Small& small, u
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    if (lane == 0) small.largest[adder][group] = largest;
+    if (lane == 0) small.largest[consumer][group] = largest;
   }
   named_barrier(3 + warp, 64);
 #pragma unroll 1
@@ -66,7 +66,7 @@ __device__ __forceinline__ void finish_codes(const Arguments& a, Small& small, u
     const u32 exponent = exponent_for(fmaxf(small.largest[0][group], small.largest[1][group]));
     const float inverse = __uint_as_float((254 - exponent) << 23);
     const long long place = (long long)group * a.rows + row;
-    if (adder == 0 && lane == 0) a.scales[(long long)group * ((a.rows + 3) / 4 * 4) + row] = __uint_as_float(exponent << 23);
+    if (consumer == 0 && lane == 0) a.scales[(long long)group * ((a.rows + 3) / 4 * 4) + row] = __uint_as_float(exponent << 23);
 #pragma unroll 1
     for (int column = first_column; column < first_column + 4; ++column) {
       u8* to = (u8*)a.out + (place * GROUP_HEADS + lane / 8) * D + 64 * column + 8 * chunk;

@@ -16,9 +16,6 @@ __device__ __forceinline__ void warp_arrive(u64* barrier) {
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {  // for others that wait there
-  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
 __device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void meet_cluster() {
@@ -54,9 +51,13 @@ __device__ __forceinline__ void store_shared(u32 to, u32 a, u32 b, u32 c, u32 d)
 #define REGISTERS_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGISTERS_64 REGISTERS_32 ", " \
+#define REGISTERS_128 REGISTERS_32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // Wait for all matrix instructions of the warpgroup; then `d` may be read.
 __device__ __forceinline__ void mma_wait(float (&d)[32]) {
@@ -73,12 +74,17 @@ __device__ __forceinline__ void mma_logits(float (&d)[32], u64 a, u64 b, int acc
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0;\n}"
       : F16(d, 0), F16(d, 16) : "l"(a), "l"(b), "r"(accumulate));
 }
-// d[64 x 128] += a[64 x 16] . b[16 x 128], in the first or the second half of d. (One instruction for both halves would
-// need more registers than a thread of the launch has.)
-template <int HALF> __device__ __forceinline__ void mma_sum(float (&d)[128], u64 a, u64 b) {
+// d[64 x 256] += a[64 x 16] . b[16 x 256], a from registers
+__device__ __forceinline__ void mma_sum(float (&d)[128], const u32 (&a)[4], u64 b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 1;\n"
-      : F64(d, 64 * HALF) : "l"(a), "l"(b));
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
+      : F64(d, 0), F64(d, 64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// The same, a from shared memory
+__device__ __forceinline__ void mma_sum(float (&d)[128], u64 a, u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, %128, %129, 1, 1, 1, 0, 1;\n"
+      : F64(d, 0), F64(d, 64) : "l"(a), "l"(b));
 }
 
 // ---------------------------------------------------------------- arithmetic of the machine

@@ -5,7 +5,7 @@ static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
 // ---------------------------------------------------------------- fibers
 
-static const int CTA_THREADS = 512, SHARED_BYTES = 227 * 1024;
+static const int CTA_THREADS = 384, SHARED_BYTES = 227 * 1024;
 struct Warp { Meeting meeting; u32 values[32][4]; };
 struct AsyncCopy { u8* to; const void* from; int bytes; };
 struct Fiber {
@@ -78,7 +78,6 @@ static void warp_arrive(u64* p) {
   if (threadIdx.x % 32 == 0) barrier_arrive(p);
 }
 static void named_barrier(int id, int threads) { meet(my_meeting(id), threads); }
-static void named_barrier_arrive(int id, int threads) { arrive(my_meeting(id), threads); }
 static void meet_cluster() { meet(cluster_meeting, CTA_THREADS * num_ctas); }
 static u32 remote_address(u32 local, u32 rank) { return (local & 0xFFFFFF) | rank << 24; }
 static void store_remote(u32 to, float a, float b, float c, float d) { float v[4] = {a, b, c, d}; std::memcpy(at(to), v, 16); }
@@ -151,11 +150,25 @@ static void mma_logits(float (&d)[32], u64 a, u64 b, int accumulate) {
   load_rows(rows, a);
   multiply(d, rows, accumulate, [&](int k, int n) { return row_major(o, n, k); });
 }
-template <int HALF> static void mma_sum(float (&d)[128], u64 a, u64 b) {
+static void mma_sum(float (&d)[128], u64 a, u64 b) {
   const Operand o = decode(b);
   float rows[2][16];
   load_rows(rows, a);
-  multiply(*(float(*)[64])(d + 64 * HALF), rows, true, [&](int k, int n) { return transposed(o, k, n); });
+  multiply(d, rows, true, [&](int k, int n) { return transposed(o, k, n); });
+}
+static void mma_sum(float (&d)[128], const u32 (&a)[4], u64 b) {
+  const Operand o = decode(b);
+  Warp& warp = my_warp();
+  const int lane = threadIdx.x % 32;
+  std::memcpy(warp.values[lane], a, 16);
+  __syncwarp();
+  float rows[2][16];
+  for (int i = 0; i < 32; ++i) {  // row i / 16, column 8 half + 2 quad + side
+    const int row = i / 16, half = i % 16 / 8, quad = i % 8 / 2, side = i % 2;
+    rows[row][i % 16] = __uint_as_float(warp.values[lane / 4 * 4 + quad][2 * half + row] >> (16 * side) << 16);
+  }
+  __syncwarp();
+  multiply(d, rows, true, [&](int k, int n) { return transposed(o, k, n); });
 }
 
 // ---------------------------------------------------------------- arithmetic
