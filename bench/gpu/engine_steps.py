@@ -161,6 +161,18 @@ def measure(
     }  # fmt: skip
 
 
+def write(path: Path | None, results: list[dict[str, Any]]) -> None:
+    """Keep the results so far: a run that is cut short has not been in vain."""
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__},
+        "num_layers": NUM_LAYERS,
+        "results": results,
+    }
+    if path is not None and results:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", default="1,8,32,64,128,256")
@@ -176,8 +188,9 @@ def main() -> None:
     length = args.context + (args.steps + 64) * (1 + args.drafts) + 128
     num_blocks = max(batches) * (length // 128 + 2) + 64
     engine = make_engine(args.drafts, max(batches), length, num_blocks, args.numerics)
-    results = []
+    results: list[dict[str, Any]] = []
     for batch in batches:
+        write(args.json, results)
         try:
             record = measure(engine, batch, args.context, args.steps, args.drafts, args.temperature)
         except Exception as error:
@@ -193,14 +206,7 @@ def main() -> None:
         for kernel in record["kernels"][: args.kernels]:
             print(f"    {kernel['us']:9.1f} us  {kernel['launches']:6.1f} x  {kernel['name'][:90]}", flush=True)
     engine.close()
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__},
-        "num_layers": NUM_LAYERS,
-        "results": results,
-    }
-    if args.json is not None:
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(args.json, results)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -18,6 +19,43 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # a copy from pageable memory would block
     return tensor.to(device, non_blocking=True)
+
+
+def copy_into(place: Tensor, array: np.ndarray) -> None:
+    """:func:`to_device` into a contiguous tensor: one copy, where others take the device two."""
+    assert place.is_contiguous(), place.stride()
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    place.copy_(tensor.pin_memory() if place.is_cuda else tensor, non_blocking=True)
+
+
+def kept_on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """As :func:`to_device`, for small arrays that many steps have alike: the tensor may be an earlier one, so do not
+    change it. A copy costs a GPU as much time between two kernels as a small kernel does.
+    """
+    if device.type != "cuda":
+        return to_device(array, device)
+    stream = torch.cuda.current_stream(device).cuda_stream  # that the copy is ordered by
+    return _kept(np.ascontiguousarray(array).tobytes(), array.dtype.str, array.shape, device, stream)
+
+
+@lru_cache(maxsize=256)
+def _kept(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    del stream
+    return to_device(np.frombuffer(data, dtype).reshape(shape).copy(), device)
+
+
+def pinned_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`pinned_copy` of each; in one copy, if they are contiguous parts of one storage."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if len(storages) != 1 or not all(tensor.is_contiguous() for tensor in tensors):
+        return [pinned_copy(tensor) for tensor in tensors]
+    whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(tensors[0].untyped_storage())
+    on_host = pinned_copy(whole)
+    begins = [tensor.storage_offset() * tensor.itemsize for tensor in tensors]
+    return [
+        on_host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for begin, tensor in zip(begins, tensors, strict=True)
+    ]
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepinfer.sampling.batch import SamplingBatch
 from deepinfer.sampling.sampler import SamplerOutput
-from deepinfer.sampling.transfer import pinned_copy
+from deepinfer.sampling.transfer import pinned_copies
 from deepinfer.speculative.drafts import NO_DRAFT, Drafts
 
 NO_TOKEN = -1
@@ -97,7 +97,8 @@ class Verified:
         The copies do not wait: read them behind an event on the current stream.
         """
         names = ("token_ids", "num_accepted", "is_bad", "first_row")
-        return replace(self, rows=self.rows.to_host(), **{name: pinned_copy(getattr(self, name)) for name in names})
+        copies = dict(zip(names, pinned_copies([getattr(self, name) for name in names]), strict=True))
+        return replace(self, rows=self.rows.to_host(), **copies)
 
     def emitted(self, request: int) -> list[int]:
         """Tokens of one request; call it on the host."""

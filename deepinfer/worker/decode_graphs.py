@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.layers.fused.device_rows import Column
+from deepinfer.sampling.transfer import copy_into
 from deepinfer.worker.device_step import HostTable
 from deepinfer.worker.graph_set import GraphPool, GraphSet
 
@@ -32,8 +33,10 @@ class DecodeGraphs:
     def __init__(self, runner: FusedRunner, sizes: Sequence[int], max_blocks: int, pool: GraphPool) -> None:
         self._runner = runner
         largest, device = max(sizes), runner.device
-        self._table = torch.zeros(len(Column), largest, dtype=torch.int32, device=device)
+        self._cells = torch.zeros(len(Column) * largest, dtype=torch.int32, device=device)
         self._tables = torch.zeros(largest, max_blocks, dtype=torch.int32, device=device)
+        self._last_tables = np.zeros((0, 0), np.int32)
+        """Block tables of the last step: most steps have the same."""
         self._ngrams = None
         if runner.ngram_size:
             self._ngrams = torch.full((largest, runner.ngram_size), -1, dtype=torch.int32, device=device)
@@ -58,22 +61,28 @@ class DecodeGraphs:
         return trunk[:count], read_mix[:count], None if known is None else known[:count], table[:, :count]
 
     def _fill(self, host: HostTable, ngrams: Tensor | None, size: int) -> None:
-        move, count = self._runner.move, host.num_rows
+        count = host.num_rows
         table = np.zeros((len(Column), size), np.int32)
         table[Column.POSITION] = -1
         table[:, :count] = host.table
-        self._table[:, :size].copy_(move(table), non_blocking=True)
-        sequences, blocks = host.block_tables.shape
-        self._tables[:sequences, :blocks].copy_(move(host.block_tables), non_blocking=True)
+        copy_into(self._table(size), table)
+        if not np.array_equal(host.block_tables, self._last_tables):
+            sequences, blocks = host.block_tables.shape
+            self._tables[:sequences, :blocks].copy_(self._runner.move(host.block_tables))
+            self._last_tables = host.block_tables.copy()
         if self._ngrams is not None and ngrams is not None:
             self._ngrams[:count].copy_(ngrams)
 
-    def _clear(self) -> None:
-        self._table[Column.POSITION] = -1
+    def _table(self, size: int) -> Tensor:
+        """The table ``[len(Column), size]`` of a graph, contiguous. Those of all sizes begin at the same place."""
+        return self._cells[: len(Column) * size].view(len(Column), size)
+
+    def _clear(self, size: int) -> None:
+        self._table(size).zero_()[Column.POSITION] = -1
 
     def _forward(self, size: int) -> Forward:
         runner = self._runner
         ngrams = None if self._ngrams is None else self._ngrams[:size]
-        step = runner.step_of(self._table[:, :size], self._tables[:size], ngrams, keys_first=True)
+        step = runner.step_of(self._table(size), self._tables[:size], ngrams, keys_first=True)
         assert step.table is not None
         return *runner.forward(step), step.ngram_ids, step.table

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepinfer.layers.fused.draft_rows import DraftExpander
 from deepinfer.sampling.device_choice import DeviceChoice
 from deepinfer.sampling.row_parameters import RowParameters
+from deepinfer.sampling.transfer import copy_into
 from deepinfer.speculative.verification import Verified
 from deepinfer.worker.drafter import FollowingDrafts
 from deepinfer.worker.fused_runner import FusedRunner
@@ -53,7 +54,7 @@ class DraftStep:
         self.max_requests = geometry.num_slots  # each has one
         most = self.max_requests
         choice.reserve(most)
-        self._table = torch.full((len(DraftColumn), most), -1, dtype=torch.int32, device=device)
+        self._cells = torch.full((len(DraftColumn) * most,), -1, dtype=torch.int32, device=device)
         self._emitted = torch.zeros(most, num_drafts + 1, dtype=torch.int64, device=device)
         self._num_accepted = torch.zeros(most, dtype=torch.int64, device=device)
         self._is_bad = torch.zeros(most, dtype=torch.bool, device=device)
@@ -92,19 +93,24 @@ class DraftStep:
         assert count <= size <= self.max_requests, f"{count} requests, {size=}, {self.max_requests=}"
         padded = np.full((len(DraftColumn), size), -1, np.int32)
         padded[:, :count] = table
-        self._table[:, :size].copy_(self._runner.move(padded), non_blocking=True)
+        cells = self._table(size)
+        copy_into(cells, padded)
         if firsts is not None:
-            self._table[DraftColumn.FIRST, :count].copy_(firsts)
+            cells[DraftColumn.FIRST, :count].copy_(firsts)
         self._emitted[:count].copy_(verified.token_ids)
         self._num_accepted[:count].copy_(verified.num_accepted)
         self._is_bad[:count].copy_(verified.is_bad)
 
-    def _clear(self) -> None:
-        self._table.fill_(-1)
+    def _table(self, size: int) -> Tensor:
+        """The table ``[len(DraftColumn), size]``, contiguous. Those of all sizes begin at the same place."""
+        return self._cells[: len(DraftColumn) * size].view(len(DraftColumn), size)
+
+    def _clear(self, size: int) -> None:
+        self._table(size).fill_(-1)
 
     def run(self, size: int, choose: Choose | None = None) -> FollowingDrafts:
         """The function: drafts of the first ``size`` requests of the inputs. Launches only."""
-        table, accepted = self._table[:, :size], self._num_accepted[:size]
+        table, accepted = self._table(size), self._num_accepted[:size]
         first = table[DraftColumn.FIRST]
         is_live = (first >= 0) & ~self._is_bad[:size]
         anchors = torch.where(is_live, first + accepted, -1)

@@ -16,6 +16,7 @@ from deepinfer.messages import Chunk, StepPlan
 from deepinfer.models.fused_dspark import FusedDSpark
 from deepinfer.models.fused_v41 import FusedV41
 from deepinfer.ops.step_views import ChunkSpan
+from deepinfer.sampling.transfer import kept_on_device
 from deepinfer.worker.decode_graphs import DecodeGraphs
 from deepinfer.worker.decoder_rows import kept_rows, narrows_decoder
 from deepinfer.worker.device_step import host_table, ngram_ids, padded_block_tables, token_ids
@@ -96,10 +97,10 @@ class FusedRunner(ModelRunner):
                     known = None if known is None else known[step.cut.kept]
                     table = table[:, step.cut.kept]
                 trunk, read_mix = self.forward(step)
-            sample_rows = self.move(samples)
+            sample_rows = kept_on_device(samples, self.device)
             self._note_feature_floors(chunks)
         self.checkpoints.save(plan.saves)
-        return StepResult(self.model, trunk, read_mix, sample_rows, known, table)
+        return StepResult(self.model, trunk, read_mix, sample_rows, len(samples) == len(trunk), known, table)
 
     def capture_graphs(self, show_progress: bool) -> None:
         """Capture what :meth:`run` replays, at start-up rather than when a size is first met."""

@@ -83,7 +83,7 @@ class GraphSet(Generic[Outputs]):
     Args:
         name: what is captured, for messages. sizes: of the graphs.
         run: (size) -> its outputs, launches only, over tensors that stay where they are.
-        clear: puts these tensors into a state in which ``run`` changes nothing: all rows padding.
+        clear: (size) puts these tensors into a state in which ``run`` changes nothing: all rows padding.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GraphSet(Generic[Outputs]):
         name: str,
         sizes: Sequence[int],
         run: Callable[[int], Outputs],
-        clear: Callable[[], None],
+        clear: Callable[[int], None],
         pool: GraphPool,
     ) -> None:
         self.name, self.sizes = name, sorted(sizes)
@@ -134,7 +134,7 @@ class GraphSet(Generic[Outputs]):
     def _ensure(self, size: int, is_start: bool = False) -> None:
         if size in self._captured or size in self._failed:
             return
-        self._clear()
+        self._clear(size)
         try:
             self._captured[size] = self._pool.capture(lambda: self._run(size))
         except Exception as error:

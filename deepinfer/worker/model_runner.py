@@ -38,6 +38,8 @@ class StepResult:
     """``[rows, M]``"""
     sample_rows: Tensor
     """``[samples]`` int64, in batch order."""
+    samples_every_row: bool = False
+    """``sample_rows`` are all rows, in order."""
     ngram_ids: Tensor | None = None
     """``[rows, n]`` int32, newest first, where the device knows ids that the host does not."""
     table: Tensor | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepinfer.messages import Chunk
 from deepinfer.sampling.batch import SamplingBatchBuilder
 from deepinfer.sampling.state import SamplingState
-from deepinfer.sampling.transfer import to_device
+from deepinfer.sampling.transfer import kept_on_device, to_device
 from deepinfer.speculative.draft_distribution import DraftDistributions
 from deepinfer.speculative.drafts import NO_DRAFT, Drafts
 from deepinfer.speculative.verification import Verified, Verifier
@@ -32,6 +32,8 @@ class Sampling:
     """``[samples]`` int64, rows of the step."""
     counts: Tensor
     """``[chunks]`` int64, samples of each."""
+    has_every_row: bool
+    """``rows`` are all rows of the step, in order."""
 
     @classmethod
     def of(cls, step: Launched, states: Sequence[RowOwner | None]) -> Sampling | None:
@@ -55,9 +57,10 @@ class Sampling:
             return None
         rows = step.result.sample_rows
         if len(places) < end:
-            rows = rows[to_device(np.asarray(places, dtype=np.int64), rows.device)]
+            rows = rows[kept_on_device(np.asarray(places, dtype=np.int64), rows.device)]
         counts = np.array([chunk.num_sampled for chunk in chunks], dtype=np.int64)
-        return cls(step, tuple(chunks), tuple(owners), rows, to_device(counts, rows.device))
+        has_every_row = step.result.samples_every_row and len(places) == end
+        return cls(step, tuple(chunks), tuple(owners), rows, kept_on_device(counts, rows.device), has_every_row)
 
     @property
     def slots(self) -> list[int]:
@@ -112,7 +115,7 @@ class StepVerifier:
         if masks is not None:
             batch = batch.with_grammar(masks)
         drafts = self._drafts_of(chunks, sampling.rows.device) if sampled is None else sampled.drafts
-        logits = sampling.step.result.row_logits(sampling.rows)
+        logits = sampling.step.result.row_logits(slice(None) if sampling.has_every_row else sampling.rows)
         return self._verifier.verify(logits, batch, Drafts(drafts, distributions), sampling.counts)
 
     def sampled_rows(self, sampling: Sampling, tokens: DeviceTokens) -> SampledRows:

@@ -10,7 +10,7 @@ import torch
 
 from deepinfer.messages import Chunk, StepPlan
 from deepinfer.sampling.batch import SamplingBatchBuilder
-from deepinfer.sampling.transfer import to_device
+from deepinfer.sampling.transfer import kept_on_device
 from deepinfer.speculative.allocation import allocate_on_host
 from deepinfer.speculative.verification import Verified, Verifier
 from deepinfer.structured.masks import MaskBatch
@@ -232,7 +232,7 @@ class Worker:
         timer = self.runner.timer
         begin = timer.milliseconds("sample"), timer.milliseconds("draft")
         with timer.phase("sample"):
-            slots = to_device(np.array(sampling.slots, dtype=np.int64), sampling.rows.device)
+            slots = kept_on_device(np.array(sampling.slots, dtype=np.int64), sampling.rows.device)
             sampled = self._verifier.sampled_rows(sampling, tokens)
             verified = self._verifier.verify(sampling, sampled)
             tokens.advance(slots, verified, sampled.firsts, sampling.rows, step.result.ngram_ids)

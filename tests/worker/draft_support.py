@@ -56,10 +56,6 @@ class BesideReference:
         self.draft_floors = engine.runner.draft_floors
         self.draft_sizes, self.graph_pool = tuple(draft_sizes), GraphPool()
 
-    @staticmethod
-    def move(array: Any) -> Tensor:
-        return torch.from_numpy(array).clone()
-
 
 def fused_drafter(
     engine: Engine, path: Path, draft_sizes: Sequence[int] = (), sampler: Callable[[Any], DraftSampler] | None = None

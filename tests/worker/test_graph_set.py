@@ -29,7 +29,7 @@ class Doubling:
             raise self.error("no capture\nand a long story")
         return (self.buffer[:size] * 2,)
 
-    def clear(self) -> None:
+    def clear(self, size: int) -> None:
         self.buffer.fill_(-1)
 
     def graphs(self) -> GraphSet[tuple[Tensor]]:

@@ -36,12 +36,14 @@ class AcceptedPrefix:
 
     @classmethod
     def empty(cls, requests: int, slots: int, device: torch.device) -> AcceptedPrefix:
-        """Uninitialised results."""
-
-        def make(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.empty((requests, *shape), dtype=dtype, device=device)
-
-        return cls(make(slots + 1), make(), make(dtype=torch.bool), make(slots, dtype=torch.float32), make())
+        """Uninitialised results. What the host reads of them lies in one piece of memory."""
+        num_words = (slots + 3) * requests
+        packed = torch.empty(8 * num_words + requests, dtype=torch.uint8, device=device)
+        words = packed[: 8 * num_words].view(torch.int64)
+        token_ids, num_accepted, first_row = words.split([(slots + 1) * requests, requests, requests])
+        acceptance = torch.empty(requests, slots, dtype=torch.float32, device=device)
+        is_bad = packed[8 * num_words :].view(torch.bool)
+        return cls(token_ids.view(requests, slots + 1), num_accepted, is_bad, acceptance, first_row)
 
 
 @triton.jit
