@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deepinfer.checkpoint.reader import open_checkpoint
 from deepinfer.engine.engine import Engine
