@@ -14,7 +14,7 @@ _MAX_SHARED_BYTES = 227 * 1024
 _NUM_SMS = 132
 _MAX_CLUSTER = 8
 _PASS_ROWS = 32
-"""What reading the weights once more costs, in activation rows of arithmetic; a guess."""
+"""What a CTA costs beside its rows, in activation rows of arithmetic; a guess."""
 ROW_TILE = 128
 """Weight rows of the default tiles."""
 
@@ -126,19 +126,24 @@ class WgmmaProduct:
         return nvrtc.load_kernel("dense_wgmma.cu", "dense_wgmma", defines, self.packed.device, shared_bytes=shared)
 
     def tile(self, rows: int) -> Tile:
-        """The first that takes all rows in one pass; past the last, the one whose passes cost least."""
-        passes = ((-(-rows // t.rows) * (t.rows + _PASS_ROWS), -t.rows, t) for t in self.tiles)
+        """The first that takes all rows in one pass; past the last, the one whose waves of CTAs cost least."""
         once = next((t for t in self.tiles if rows <= t.rows), None)
-        return once or min(passes, key=lambda entry: entry[:2])[2]
+        return once or min(self.tiles, key=lambda t: (self._cost(t, rows), -t.rows))
+
+    def num_ctas(self, tile: Tile, rows: int) -> int:
+        return -(-32 * self.packed.shape[0] // tile.weight_rows) * -(-rows // tile.rows) * self.slices
+
+    def _cost(self, tile: Tile, rows: int) -> int:
+        waves = -(-self.num_ctas(tile, rows) // _NUM_SMS)
+        return waves * tile.weight_rows * (tile.rows + _PASS_ROWS)
 
     def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool, beside: bool = False) -> None:
         rows = x.shape[0]
         tile = self.tile(rows)
         assert not self.partial or (out.shape == (self.slices, rows, self.rows_out) and out.is_contiguous())
-        tiles = -(-32 * self.packed.shape[0] // tile.weight_rows) * -(-rows // tile.rows)
         x_map = nvrtc.tensor_map(x, tile.rows, 64)
         arguments = (self.packed, self.scales, x_map, out, rows)
         self.kernel(tile, out.dtype == torch.float32, quantize, beside).launch(
-            (tiles * self.slices, 1, 1), tile.threads, arguments,
+            (self.num_ctas(tile, rows), 1, 1), tile.threads, arguments,
             shared_bytes=self.shared_bytes(tile), cluster=self.cluster, overlap=overlap,
         )  # fmt: skip

@@ -201,11 +201,12 @@ def test_tiles_and_batches_do_not_change_a_row():
     assert torch.equal(run(product(weight, 3, tiles[0]), x, torch.float32, beside=True), outputs[0])
 
 
-def test_rows_past_the_last_tile_take_the_cheapest_passes():
-    packed = torch.empty(8, 8, 1)
-    kernel = WgmmaProduct(packed, packed, (256, 512), 1, 1, [Tile(n, 2, 1, 3, 1) for n in (64, 128, 192, 256)])
-    chosen = {rows: kernel.tile(rows).rows for rows in (1, 64, 65, 200, 256, 300, 384, 512)}
-    assert chosen == {1: 64, 64: 64, 65: 128, 200: 256, 256: 256, 300: 192, 384: 192, 512: 256}
+def test_rows_past_the_last_tile_take_the_cheapest_waves_of_ctas():
+    packed = torch.empty(160, 8, 1)  # 40 tiles of 128 weight rows
+    kernel = WgmmaProduct(packed, packed, (5120, 512), 1, 1, [Tile(n, 2, 1, 3, 1) for n in (128, 192)])
+    chosen = {rows: kernel.tile(rows).rows for rows in (1, 128, 129, 192, 193, 384, 385, 512, 700)}
+    assert chosen == {1: 128, 128: 128, 129: 192, 192: 192, 193: 128, 384: 128, 385: 192, 512: 192, 700: 128}
+    assert kernel.num_ctas(kernel.tile(384), 384) == kernel.num_ctas(kernel.tile(512), 512) == 120
 
 
 def test_ctas_stay_within_a_group_and_clusters_below_nine():
