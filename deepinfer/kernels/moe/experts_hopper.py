@@ -25,6 +25,7 @@ PLANS: tuple[tuple[int, Plan, Plan], ...] = (
     (16, Plan(1, 2, 2, 20, evict_first=True), Plan(1, 2, 2, 20, evict_first=True)),
     (32, Plan(1, 1, 2, 24), Plan(1, 1, 2, 20)),
     (256, Plan(1, 1, 2, 20), Plan(1, 1, 2, 20)),
+    (320, Plan(1, 1, 2, 16), Plan(1, 1, 2, 20)),
     (512, Plan(2, 1, 2), Plan(2, 1, 2)),
 )
 """(most rows, plan of gate-up, plan of down) for steps with few pairs per expert; above, the kernels for many.
