@@ -197,7 +197,7 @@ def check_router() -> None:
         timed(f"router rows {rows} with order", [lambda r=r, x=x: r.forward(x, block=8) for r in routers], floor)
     for rows in (1, 8, 64, 128, 256, 384):
         x = whole[:rows]
-        shapes = {router_cuda.choose_logits_shape(number) for number in (rows, 64, 128, 256, 384)}
+        shapes = {router_cuda.choose_logits_shape(number, EXPERTS, HIDDEN) for number in (rows, 64, 128, 256, 384)}
         for shape in (shape for shape in shapes if rows > 8 or shape.row_tiles == 1):
             actions = [lambda g=g, x=x, s=shape: router_cuda.logits(x, g, shape=s) for g in gates]
             timed(f"router logits rows {rows} {shape}", actions, floor)

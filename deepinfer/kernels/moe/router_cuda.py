@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ PACKED_ROWS = 512
 _CLUSTER = 8
 _WORD = 32
 _MAX_SHARED_BYTES = 227 * 1024
+_NUM_SMS = 132
 
 
 class _Arguments(ctypes.Structure):
@@ -39,9 +41,7 @@ class _Arguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LogitsShape:
-    """What a CTA of the logits has, beside a slice; no influence on the result. Up to 384 rows of 384 experts all CTAs
-    run at once: 120 of them, as nearly always.
-    """
+    """What a CTA of the logits has, beside a slice; no influence on the result."""
 
     row_tiles: int
     """Of 8 rows."""
@@ -62,13 +62,14 @@ class LogitsShape:
         return (-(-num_experts // self.num_experts), -(-hidden // SLICE), -(-rows // (8 * self.row_tiles)))
 
 
-def choose_logits_shape(rows: int) -> LogitsShape:
-    """By the number of rows: the more of them, the more experts a CTA has, so that a row is loaded less often."""
-    if rows <= 64:
-        return LogitsShape(next((tiles for tiles in (1, 2, 4) if rows <= 8 * tiles), 8), 1, 2)
-    if rows <= 128:
-        return LogitsShape(8, 1, 4)
-    return LogitsShape(8 if rows <= 256 else 12, 2, 4)
+def choose_logits_shape(rows: int, num_experts: int, hidden: int) -> LogitsShape:
+    """The smallest CTAs that all run at once: the more rows, the more experts one has, so that rows are loaded less
+    often. The released model's 384 experts and 5,120 columns make 120 of them, up to 384 rows.
+    """
+    row_tiles = next((tiles for tiles in (1, 2, 4) if rows <= 8 * tiles), 8)
+    shapes = (LogitsShape(row_tiles, 1, 2), LogitsShape(8, 1, 4), LogitsShape(8, 2, 4), LogitsShape(12, 2, 4))
+    fits = (shape for shape in shapes if math.prod(shape.grid(rows, num_experts, hidden)) <= _NUM_SMS)
+    return next(fits, shapes[-1])
 
 
 @functools.cache
@@ -100,7 +101,7 @@ def logits(x: Tensor, gate: Tensor, *, shape: LogitsShape | None = None, overlap
     """
     (rows, hidden), num_experts = x.shape, gate.shape[0]
     assert x.is_contiguous()
-    shape = shape or choose_logits_shape(rows)
+    shape = shape or choose_logits_shape(rows, num_experts, hidden)
     grid = shape.grid(rows, num_experts, hidden)
     partial = torch.empty(grid[1], rows, num_experts, dtype=torch.float32, device=x.device)
     defines = {

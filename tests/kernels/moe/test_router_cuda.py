@@ -106,11 +106,14 @@ def test_partial_logits_add_up(rows, experts, hidden, shape, device):
         assert torch.equal(router_cuda.logits(x[row : row + 1].clone(), gate)[:, 0], partial[:, row])
 
 
-def test_ctas_of_all_shapes_fit_a_multiprocessor():
-    for rows in (1, 9, 32, 64, 65, 128, 129, 256, 257, 384, 512):
-        shape = router_cuda.choose_logits_shape(rows)
+@pytest.mark.parametrize("experts", [8, 128, 384, 512])
+def test_ctas_of_the_logits_fit_and_run_at_once(experts):
+    for rows in (1, 9, 32, 64, 65, 128, 129, 256, 257, 280, 384, 512, 5000):
+        shape = router_cuda.choose_logits_shape(rows, experts, 5120)
         assert shape.shared_bytes <= 227 * 1024
-        assert rows > 384 or math.prod(shape.grid(rows, 384, 5120)) <= 132
+        assert max(rows, rows * experts / 384) > 384 or math.prod(shape.grid(rows, experts, 5120)) <= 132
+    shapes = [router_cuda.choose_logits_shape(rows, 384, 5120) for rows in (5, 64, 100, 200, 300, 500)]
+    assert [(s.row_tiles, s.num_experts) for s in shapes] == [(1, 32), (8, 32), (8, 64), (8, 128), (12, 128), (12, 128)]
 
 
 @pytest.mark.parametrize(
