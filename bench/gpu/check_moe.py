@@ -166,7 +166,7 @@ def check_router() -> None:
     routers = [Router(gate, bias, image_bias, TOP, 1.5) for gate in gates]
     say("CUDA router:", routers[0].has_cuda)
     whole = torch.randn(2048, HIDDEN, device=DEVICE).bfloat16()
-    for rows in (1, 2, 3, 17, 64, 65, 256, 600):
+    for rows in (1, 2, 3, 17, 64, 65, 129, 256, 257, 300, 512, 600):
         x = whole[:rows]
         is_image = torch.arange(rows, device=DEVICE) % 5 == 1
         positions = torch.arange(rows, device=DEVICE, dtype=torch.int32)
@@ -197,8 +197,8 @@ def check_router() -> None:
         timed(f"router rows {rows} with order", [lambda r=r, x=x: r.forward(x, block=8) for r in routers], floor)
     for rows in (1, 8, 64, 128, 256, 384):
         x = whole[:rows]
-        shapes = {router_cuda.choose_logits_shape(number, EXPERTS, HIDDEN) for number in (rows, 64, 128, 256, 384)}
-        for shape in (shape for shape in shapes if rows > 8 or shape.row_tiles == 1):
+        numbers = (rows, 64, 128, 256, 384) if rows > 8 else (rows,)
+        for shape in dict.fromkeys(router_cuda.choose_logits_shape(number, EXPERTS, HIDDEN) for number in numbers):
             actions = [lambda g=g, x=x, s=shape: router_cuda.logits(x, g, shape=s) for g in gates]
             timed(f"router logits rows {rows} {shape}", actions, floor)
         partial = router_cuda.logits(x, gates[0])
@@ -206,7 +206,8 @@ def check_router() -> None:
         weights = torch.empty(rows, TOP, device=DEVICE)
         blocks = order_pairs(experts.zero_(), EXPERTS, 8)
         parts = (bias, None, None, None, 1.5, experts, weights)
-        ways = {"no order": (None, 0, 1), "order, 8 CTAs": (blocks.buffers, 8, 8)}
+        ways = {"no order": (None, 0, 1)}
+        ways |= {"order, 8 CTAs": (blocks.buffers, 8, 8)} if rows <= router_cuda.max_cluster_rows() else {}
         ways |= {"order, 1 CTA": (blocks.buffers, 8, 1)} if rows <= 8 else {}
         for name, (buffers, block, cluster) in ways.items():
             actions = [
@@ -215,10 +216,9 @@ def check_router() -> None:
             timed(f"router selection rows {rows} {name}", actions, 1.0)
     before = router_module.CLUSTER_ROWS
     for rows in (32, 64, 128, 256):
-        router_module.CLUSTER_ROWS = rows - 1 if rows <= before else rows
-        how = "apart" if rows <= before else "with the selection"
+        router_module.CLUSTER_ROWS = rows - 1
         actions = [lambda r=r, x=whole[:rows]: r.forward(x, block=8) for r in routers]
-        timed(f"router rows {rows}, order {how}", actions, floor)
+        timed(f"router rows {rows}, order apart", actions, floor)
     router_module.CLUSTER_ROWS = before
     own, router_module.MAX_OWN_ROWS = router_module.MAX_OWN_ROWS, 0
     for rows in (64, 256, 512):

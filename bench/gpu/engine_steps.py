@@ -169,7 +169,7 @@ def write(path: Path | None, results: list[dict[str, Any]]) -> None:
         "num_layers": NUM_LAYERS,
         "results": results,
     }
-    if path is not None and results:
+    if path is not None:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -190,14 +190,15 @@ def main() -> None:
     engine = make_engine(args.drafts, max(batches), length, num_blocks, args.numerics)
     results: list[dict[str, Any]] = []
     for batch in batches:
-        write(args.json, results)
         try:
             record = measure(engine, batch, args.context, args.steps, args.drafts, args.temperature)
         except Exception as error:
             print(f"B={batch} FAILED {error!r}", *traceback.format_exc().splitlines()[-6:], sep="\n  ", flush=True)
             results.append({"batch": batch, "error": repr(error)})
+            write(args.json, results)
             continue
         results.append(record)
+        write(args.json, results)
         shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in record.items()}
         for name in ("phases_ms", "launches"):
             shown[name] = {key: round(value, 3) for key, value in record[name].items()}
@@ -206,7 +207,6 @@ def main() -> None:
         for kernel in record["kernels"][: args.kernels]:
             print(f"    {kernel['us']:9.1f} us  {kernel['launches']:6.1f} x  {kernel['name'][:90]}", flush=True)
     engine.close()
-    write(args.json, results)
 
 
 if __name__ == "__main__":

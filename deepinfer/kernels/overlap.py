@@ -14,7 +14,8 @@ from deepinfer.kernels import nvrtc
 
 @triton.jit
 def wait_for_earlier_kernels(OVERLAP: tl.constexpr):
-    """Comes first in a kernel. The next one may start at once and load its weights: it must not read what is older."""
+    """Comes first in a kernel. The next one may start at once and load its weights. Of the rest it may read ahead what
+    had ended when this kernel began."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

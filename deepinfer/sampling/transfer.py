@@ -30,12 +30,13 @@ def copy_into(place: Tensor, array: np.ndarray) -> None:
 
 def kept_on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """As :func:`to_device`, for small arrays that many steps have alike: the tensor may be an earlier one, so do not
-    change it. A copy costs a GPU as much time between two kernels as a small kernel does.
+    change it. A copy costs a GPU as much time between two kernels as a small kernel does. Not while a graph is
+    captured: the tensor would be the graph's.
     """
     if device.type != "cuda":
         return to_device(array, device)
-    stream = torch.cuda.current_stream(device).cuda_stream  # that the copy is ordered by
-    return _kept(np.ascontiguousarray(array).tobytes(), array.dtype.str, array.shape, device, stream)
+    stream = torch.cuda.current_stream(device)  # that the copy is ordered by
+    return _kept(np.ascontiguousarray(array).tobytes(), array.dtype.str, array.shape, stream.device, stream.cuda_stream)
 
 
 @lru_cache(maxsize=256)

@@ -36,7 +36,7 @@ class DecodeGraphs:
         self._cells = torch.zeros(len(Column) * largest, dtype=torch.int32, device=device)
         self._tables = torch.zeros(largest, max_blocks, dtype=torch.int32, device=device)
         self._last_tables = np.zeros((0, 0), np.int32)
-        """Block tables of the last step: most steps have the same."""
+        """Of the step before. A table stays the same for 128 steps, so few mostly do and hundreds hardly ever."""
         self._ngrams = None
         if runner.ngram_size:
             self._ngrams = torch.full((largest, runner.ngram_size), -1, dtype=torch.int32, device=device)

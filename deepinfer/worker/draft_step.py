@@ -54,7 +54,7 @@ class DraftStep:
         self.max_requests = geometry.num_slots  # each has one
         most = self.max_requests
         choice.reserve(most)
-        self._cells = torch.full((len(DraftColumn) * most,), -1, dtype=torch.int32, device=device)
+        self._cells = torch.full((len(DraftColumn) * (most + 3),), -1, dtype=torch.int32, device=device)
         self._emitted = torch.zeros(most, num_drafts + 1, dtype=torch.int64, device=device)
         self._num_accepted = torch.zeros(most, dtype=torch.int64, device=device)
         self._is_bad = torch.zeros(most, dtype=torch.bool, device=device)
@@ -91,9 +91,9 @@ class DraftStep:
     def _fill(self, table: np.ndarray, verified: Verified, size: int, firsts: Tensor | None) -> None:
         count = table.shape[1]
         assert count <= size <= self.max_requests, f"{count} requests, {size=}, {self.max_requests=}"
-        padded = np.full((len(DraftColumn), size), -1, np.int32)
-        padded[:, :count] = table
         cells = self._table(size)
+        padded = np.full(cells.shape, -1, np.int32)
+        padded[:, :count] = table
         copy_into(cells, padded)
         if firsts is not None:
             cells[DraftColumn.FIRST, :count].copy_(firsts)
@@ -102,7 +102,10 @@ class DraftStep:
         self._is_bad[:count].copy_(verified.is_bad)
 
     def _table(self, size: int) -> Tensor:
-        """The table ``[len(DraftColumn), size]``, contiguous. Those of all sizes begin at the same place."""
+        """The table ``[len(DraftColumn), size or a little more]``, contiguous. Those of all sizes begin at the same
+        place, and every column is aligned to 16 bytes: Triton compiles kernels anew for other alignments.
+        """
+        size = -(-size // 4) * 4
         return self._cells[: len(DraftColumn) * size].view(len(DraftColumn), size)
 
     def _clear(self, size: int) -> None:
@@ -110,7 +113,7 @@ class DraftStep:
 
     def run(self, size: int, choose: Choose | None = None) -> FollowingDrafts:
         """The function: drafts of the first ``size`` requests of the inputs. Launches only."""
-        table, accepted = self._table(size), self._num_accepted[:size]
+        table, accepted = self._table(size)[:, :size], self._num_accepted[:size]
         first = table[DraftColumn.FIRST]
         is_live = (first >= 0) & ~self._is_bad[:size]
         anchors = torch.where(is_live, first + accepted, -1)

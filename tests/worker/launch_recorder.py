@@ -1,12 +1,14 @@
 """Every launch of the fused model, recorded instead of run: checks the rule at the top of ``deepinfer.kernels.nvrtc``.
 
 Kernels that read more than weights before they wait for the kernel before them say so in their compile-time constants
-or arguments. What they read has to be older than that kernel, which must have waited before it let them start.
+or arguments. What they read has to have ended when they begin.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,11 +49,10 @@ def violations(launches: list[Launch]) -> list[str]:
     found = []
     ended = -1  # this launch and all before it have ended when the current one begins
     for index, launch in enumerate(launches):
-        before = launches[index - 1].kind if index else Kind.ORDINARY
-        if Kind.ORDINARY in (launch.kind, before):
+        if launch.kind is Kind.ORDINARY:
             ended = index - 1
-        elif before is Kind.OVERLAPPED:
-            ended = index - 2
+        elif index and launches[index - 1].kind is not Kind.EARLY:
+            ended = index - 2  # the launch before began, or has waited, when these had ended
         for name, storage in launch.ahead.items():
             maker = first.get(storage, -1)
             if maker > ended:
@@ -109,7 +110,7 @@ class Recorder:
             patch.setattr(nvrtc, "is_available", lambda device: True)
             patch.setattr(nvrtc, "num_multiprocessors", lambda device: 132)
             patch.setattr(nvrtc, "tensor_map", lambda x, rows, columns: _Map(x.data_ptr()))
-            patch.setattr(nvrtc, "load_kernel", lambda *args, **named: _Kernel(recorder, *args[1:3]))
+            patch.setattr(nvrtc, "load_kernel", lambda *args, **named: _Kernel(recorder, *args[:3]))
             patch.setattr(interpreter.InterpretedFunction, "__getitem__", launcher)
             patch.setattr(linear, "_cublas", lambda *tensors: recorder.note("cublas", Kind.ORDINARY, *tensors))
             patch.setattr(
@@ -131,7 +132,17 @@ def _forget_answers() -> None:
                     value.cache_clear()
 
 
-_EARLY = ("route_select", "order_pairs")
+@functools.cache
+def _lets_start_early(source: str, entry: str) -> bool:
+    """Whether the kernel's body lets the next one start before it waits."""
+    from deepinfer.kernels import nvrtc
+
+    text = nvrtc.read_source(source)
+    begin = re.search(rf"__global__[^;{{]*\b{entry}\(", text)
+    assert begin is not None, (source, entry)
+    body = text[begin.end() :].split('extern "C"')[0]
+    calls = [body.find(name) for name in ("let_next_kernel_start()", "wait_for_earlier_kernels()")]
+    return -1 not in calls and calls[0] < calls[1]
 
 
 class _Map(ctypes.Structure):
@@ -141,8 +152,9 @@ class _Map(ctypes.Structure):
 class _Kernel:
     """Stands for :class:`deepinfer.kernels.nvrtc.Kernel`."""
 
-    def __init__(self, recorder: Recorder, entry: str, defines: dict[str, int]) -> None:
+    def __init__(self, recorder: Recorder, source: str, entry: str, defines: dict[str, int]) -> None:
         self.recorder, self.entry, self.defines = recorder, entry, defines
+        self.kind = Kind.EARLY if _lets_start_early(source, entry) else Kind.OVERLAPPED
 
     def launch(
         self,
@@ -166,7 +178,7 @@ class _Kernel:
                         storages[name] = self.recorder.storage_at(value.value)
                 elif isinstance(value, int):
                     numbers[name] = value
-        kind = Kind.ORDINARY if not overlap else Kind.EARLY if self.entry in _EARLY else Kind.OVERLAPPED
+        kind = self.kind if overlap else Kind.ORDINARY
         ahead = self._ahead(storages, numbers) if overlap else {}
         self.recorder.launches.append(Launch(self.entry, kind, set(storages.values()), ahead))
 

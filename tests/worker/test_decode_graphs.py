@@ -5,17 +5,23 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
+from deepinfer.layers.fused.device_rows import Column
 from deepinfer.messages import StepPlan
 from deepinfer.worker.decode_graphs import DecodeGraphs
+from deepinfer.worker.device_step import HostTable
 from deepinfer.worker.graph_set import GraphPool
+from deepinfer.worker.step_verifier import Sampling
 from tests.engine.support import chunk_of, make_checkpoint, make_engine, random_ids
 from tests.worker.draft_support import capture_on_cpu
 from tests.worker.test_fused_model import fused_runner
@@ -37,9 +43,61 @@ def test_graph_and_failed_capture_give_what_launches_give(tmp_path: Path, monkey
     expected = runner.run(plans[0]).sample_logits()
     monkeypatch.setattr(GraphPool, "capture", capture_on_cpu)
     runner.graphs = DecodeGraphs(runner, (2,), 4, runner.graph_pool)
-    assert torch.equal(runner.run(plans[1]).sample_logits(), expected)
+    result = runner.run(plans[1])
+    assert torch.equal(result.sample_logits(), expected)
+    assert result.samples_every_row
+    assert torch.equal(result.row_logits(slice(None)), expected)
     assert runner.graphs.graphs.num_replays == 1
     monkeypatch.setattr(GraphPool, "capture", failing)
     runner.graphs = DecodeGraphs(runner, (2,), 4, runner.graph_pool)
     assert torch.equal(runner.run(plans[2]).sample_logits(), expected)
     assert runner.graphs.graphs.num_replays == 0
+
+
+class EchoRunner:
+    """A runner whose forward gives back what it was given."""
+
+    device, ngram_size = torch.device("cpu"), 0
+
+    def move(self, array: Any) -> Tensor:
+        return torch.from_numpy(array).clone()
+
+    def step_of(self, table: Tensor, tables: Tensor, ngrams: None, keys_first: bool) -> Any:
+        return SimpleNamespace(table=table, tables=tables, ngram_ids=None)
+
+    def forward(self, step: Any) -> tuple[Tensor, Tensor]:
+        return step.table.T.clone(), step.tables.clone()
+
+
+def test_every_replay_sees_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphPool, "capture", capture_on_cpu)
+    graphs = DecodeGraphs(EchoRunner(), (1, 2, 4), 3, GraphPool())  # type: ignore[arg-type]
+    blocks = {"a": (7,), "b": (8, 9), "c": (1, 2, 3), "longer a": (7, 5)}
+    steps = ["a", "ab", "ab", "ba", "abc", "b", ("longer a", "b"), ("longer a", "b"), "ab", "c", "c", "ab"]
+    for number, names in enumerate(steps, 1):
+        rows = len(names)
+        tables = np.zeros((rows, max(len(blocks[name]) for name in names)), np.int32)
+        for row, name in enumerate(names):
+            tables[row, : len(blocks[name])] = blocks[name]
+        table = np.arange(len(Column) * rows, dtype=np.int32).reshape(len(Column), rows) + 100 * number
+        found = graphs.replay(HostTable(table, tables, ()), None)
+        assert found is not None
+        assert np.array_equal(found[0].numpy(), table.T)
+        assert np.array_equal(found[1][:, : tables.shape[1]].numpy(), tables), (number, names)
+        assert np.array_equal(found[3].numpy(), table)
+    assert graphs.graphs.num_replays == len(steps)
+
+
+def test_whole_steps_are_known() -> None:
+    def sampling(samples_every_row: bool, owners: list[Any]) -> Sampling:
+        chunks = tuple(SimpleNamespace(num_sampled=count) for count in (1, 2))
+        result = SimpleNamespace(sample_rows=torch.arange(3), samples_every_row=samples_every_row)
+        found = Sampling.of(SimpleNamespace(plan=SimpleNamespace(chunks=chunks), result=result), owners)  # type: ignore[arg-type]
+        assert found is not None
+        return found
+
+    assert sampling(True, ["x", "y"]).has_every_row
+    assert not sampling(False, ["x", "y"]).has_every_row
+    ended = sampling(True, [None, "y"])
+    assert not ended.has_every_row
+    assert (ended.rows.tolist(), ended.counts.tolist()) == ([1, 2], [2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ def test_what_is_read_ahead_is_older_than_the_kernel_before(
     monkeypatch.setattr("deepinfer.kernels.moe.experts_hopper.is_usable", lambda *_: True)
     recorder = Recorder()
     read_ahead: set[str] = set()
+    early: set[tuple[str, str]] = set()
     with recorder.installed(monkeypatch):
         loader = DeviceLoader(open_checkpoint(path, parts=("text", "draft"), config=config), device)
         model = load_fused(config, loader, device, precision=precision, max_rows=2048, invariant=invariant)
@@ -82,6 +84,11 @@ def test_what_is_read_ahead_is_older_than_the_kernel_before(
             assert len(recorder.launches) > 50, name
             assert not violations(recorder.launches), name
             read_ahead |= {launch.name for launch in recorder.launches if launch.ahead}
+            early |= {
+                (before.name, after.name)
+                for before, after in pairwise(recorder.launches)
+                if before.kind is Kind.EARLY and after.ahead
+            }
         expander = DraftExpander(runner.caches.geometry, 5, runner.plain_frequencies)
         for count in (1, 3, 13):
             recorder.launches.clear()
@@ -94,6 +101,7 @@ def test_what_is_read_ahead_is_older_than_the_kernel_before(
             assert not violations(recorder.launches), f"draft {count}"
     expected = {"hc_write_read", "dense_wgmma"} | (set() if invariant else {"moe_skinny", "dense_skinny"})
     assert read_ahead >= expected
+    assert ("route_select", "dense_wgmma") in early  # the shared expert's product, beside the router
 
 
 def test_the_check_sees_what_has_not_ended() -> None:
@@ -106,6 +114,7 @@ def test_the_check_sees_what_has_not_ended() -> None:
     assert not violations([made, middle, early, early, reader])
     assert not violations([made, ordinary, reader])
     assert not violations([made, early, ordinary, early, reader])
+    assert len(violations([ordinary, Launch("reader", Kind.OVERLAPPED, {6}, {"x": 5})])) == 1
     assert len(violations([made, reader])) == 1
     assert len(violations([made, early, reader])) == 1
     assert len(violations([made, early, early, reader])) == 1

@@ -128,25 +128,25 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Place& place, in
 }
 
 // Where a lane's 8 columns of each pair tile begin in x. A pair that does not exist gets some row: it meets no other.
-// Returns whether the block has pairs beyond the first pair tile; with one of them it has none.
+// Returns whether the second pair tile, if blocks have one, has pairs.
 __device__ __forceinline__ bool find_rows(const Arguments& a, const Place& place, int tile, const u16* (&x)[NT]) {
   const int lane = threadIdx.x % 32;
-  bool has_more = false;
+  bool has_second_tile = false;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int pair = tile < 0 ? 0 : a.ordered[tile / TILES * BLOCK + 8 * n + lane / 4];
     x[n] = a.x + (long long)(pair < a.num_pairs ? pair / TOP : 0) * K + place.first * 128 + lane % 4 * 8;
-    if (n == 1) has_more = __shfl_sync(~0u, pair, 0) < a.num_pairs;
+    if (n == 1) has_second_tile = __shfl_sync(~0u, pair, 0) < a.num_pairs;
   }
-  return has_more;
+  return has_second_tile;
 }
 
 struct Operands { uint4 of[NT][2]; };  // [pair tile][half of 32 columns]
 
-__device__ __forceinline__ void load_operands(Operands& b, const u16* const (&x)[NT], int column, bool has_more) {
+__device__ __forceinline__ void load_operands(Operands& b, const u16* const (&x)[NT], int column, bool has_second_tile) {
 #pragma unroll
   for (int n = 0; n < NT; ++n)
-    if (n == 0 || has_more)
+    if (n == 0 || has_second_tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half) b.of[n][half] = load_activations(x[n] + column + half * 32);
 }
@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_older_operands(Operands& b, const u16* cons
     for (int half = 0; half < 2; ++half) b.of[n][half] = load_older(x[n] + column + half * 32);
 }
 
-__device__ __forceinline__ void multiply_tile(float (&sum)[4][NT][4], u32 tile, const Operands& b, bool has_more) {
+__device__ __forceinline__ void multiply_tile(float (&sum)[4][NT][4], u32 tile, const Operands& b, bool has_second_tile) {
   const int lane = threadIdx.x % 32;
   const uint4 all = load_shared(tile + CODE_BYTES + lane / 4 * 16);
   const u32 scales[4] = {all.x, all.y, all.z, all.w};
@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[4][NT][4], u32 tile, 
       for (int j = 0; j < 4; ++j) u[j] = times<0>(u[j], scale), v[j] = times<1>(v[j], scale);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
-        if (n > 0 && !has_more) break;
+        if (n > 0 && !has_second_tile) break;
         multiply(sum[m][n], u[0], v[0], u[1], v[1], b.of[n][half].x, b.of[n][half].y);
         multiply(sum[m][n], u[2], v[2], u[3], v[3], b.of[n][half].z, b.of[n][half].w);
       }
@@ -223,14 +223,14 @@ __device__ __forceinline__ void activate_shared(const Arguments& a, int grid) {
 }
 
 // A lane has rows g and g + 8 of every 16, and pairs 2t and 2t + 1 of every 8.
-__device__ __forceinline__ void finish(const Arguments& a, int tile, const float (&sum)[4][NT][4], bool has_more) {
+__device__ __forceinline__ void finish(const Arguments& a, int tile, const float (&sum)[4][NT][4], bool has_second_tile) {
   const int lane = threadIdx.x % 32, group = lane / 4, part = tile % TILES;
   const int* pairs = a.ordered + tile / TILES * BLOCK + lane % 4 * 2;
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (n > 0 && !has_more) break;
+      if (n > 0 && !has_second_tile) break;
       const int pair = pairs[8 * n + i];
       const bool exists = pair < a.num_pairs;
       if (GATED) {
@@ -271,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_skinny(const Argume
     barriers_ready();
   }
   __syncwarp();
-  if (!a.early) wait_for_earlier_kernels();  // early: the order is older than the kernel before this one
+  if (!a.early) wait_for_earlier_kernels();  // early: the order is complete by now
   Place place;
   place.team = warp / SPLIT, place.slice = warp % SPLIT;
   place.first = place.slice * CHUNKS / SPLIT, place.count = (place.slice + 1) * CHUNKS / SPLIT - place.first;
@@ -283,9 +283,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_skinny(const Argume
   const u16 *x[NT], *next_x[NT];
   Operands b[2];
   const bool ahead = AHEAD && a.early;
-  bool has_more = false;
+  bool has_second_tile = false;
   if (ahead) {
-    has_more = find_rows(a, place, tile, x);
+    has_second_tile = find_rows(a, place, tile, x);
     if (tile >= 0) load_older_operands(b[0], x, 0), load_older_operands(b[1], x, 64);
   }
   if (a.early) wait_for_earlier_kernels();
@@ -293,33 +293,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_skinny(const Argume
   if (GATED) activate_shared(a, grid);
 
   if (!ahead) {
-    has_more = find_rows(a, place, tile, x);
-    if (tile >= 0) load_operands(b[0], x, 0, has_more), load_operands(b[1], x, 64, has_more);
+    has_second_tile = find_rows(a, place, tile, x);
+    if (tile >= 0) load_operands(b[0], x, 0, has_second_tile), load_operands(b[1], x, 64, has_second_tile);
   }
   int stage = 0;
   u32 parity = 0;
   for (int round = 0; tile >= 0; ++round) {
     const int next_tile = tile_of(place, grid, round + 1);
-    const bool next_has_more = find_rows(a, place, next_tile, next_x);
+    const bool next_has_second_tile = find_rows(a, place, next_tile, next_x);
     float sum[4][NT][4] = {};
     for (int chunk = 0; chunk < place.count; ++chunk) {
       const u32 tiles = ring + stage * PAIR_BYTES;
 #pragma unroll
       for (int n = 0; n < NT; ++n) x[n] = chunk + 1 == place.count ? next_x[n] : x[n] + 128;
-      const bool load_more = chunk + 1 == place.count ? next_has_more : has_more;
+      const bool loads_second_tile = chunk + 1 == place.count ? next_has_second_tile : has_second_tile;
       barrier_wait(full + 8 * stage, parity);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        multiply_tile(sum, tiles + i * TILE_BYTES, b[i], has_more);
-        load_operands(b[i], x, i * 64, load_more);  // for the next chunk
+        multiply_tile(sum, tiles + i * TILE_BYTES, b[i], has_second_tile);
+        load_operands(b[i], x, i * 64, loads_second_tile);  // for the next chunk
       }
       __syncwarp();  // every lane has read the tiles
       fetch(a, place, grid, stream, tiles, full + 8 * stage);
       if (++stage == DEPTH) stage = 0, parity ^= 1;
     }
     const int done = tile;
-    const bool done_has_more = has_more;
-    tile = next_tile, has_more = next_has_more;
+    const bool done_has_second_tile = has_second_tile;
+    tile = next_tile, has_second_tile = next_has_second_tile;
 #if SPLIT > 1
     float* room = all_sums + ((round & 1) * TEAMS + place.team) * ((SPLIT - 1) * SUMS * 32) + lane;  // in turns
     float(&flat)[SUMS] = *(float(*)[SUMS])sum;
@@ -333,6 +333,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_skinny(const Argume
 #pragma unroll
       for (int i = 0; i < SUMS; ++i) flat[i] += room[(s * SUMS + i) * 32];
 #endif
-    finish(a, done, sum, done_has_more);
+    finish(a, done, sum, done_has_second_tile);
   }
 }

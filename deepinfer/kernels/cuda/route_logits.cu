@@ -4,7 +4,8 @@
 // Its warps are GROUPS of 16 MT experts times 4 quarters of the slice; the quarters are added in order. The selection adds
 // the slices, in order too: a logit's bits depend neither on the number of rows nor on the shape of a CTA.
 //
-// Compile-time constants: HIDDEN (a multiple of 8), EXPERTS, NT (8-row tiles of a CTA), MT, GROUPS.
+// Compile-time constants: HIDDEN (a multiple of 8), EXPERTS, NT (8-row tiles of a CTA), MT (tiles of 16 experts of a warp),
+// GROUPS (of warps, each with its own experts).
 
 #include "types.cuh"
 

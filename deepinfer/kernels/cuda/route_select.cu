@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_pairs(const Argument
   const int first_row = blockIdx.x * a.rows_per_cta, num_rows = max(0, min(a.rows_per_cta, a.rows - first_row));
   const int* chosen = a.experts + (long long)first_row * TOP;
   clear_words(o);
-  let_next_kernel_start();  // as above
+  let_next_kernel_start();  // as in route_select
   wait_for_earlier_kernels();
   __syncthreads();
 #pragma unroll 4

@@ -151,8 +151,8 @@ class Fp8Linear:
             invariant: the same order of summation for every number of rows.
             overlap: programmatic dependent launch: the weight loads begin before the preceding kernel has ended. By
                 the rule in :mod:`deepinfer.kernels.nvrtc` that is safe after any kernel that did not make the weights.
-            beside: with ``overlap``: multiply while the preceding kernel runs. ``xq`` must be older than that kernel:
-                at least one was launched on this stream since ``xq`` was made.
+            beside: with ``overlap``: multiply while the preceding kernel runs. What made ``xq`` must have ended when
+                this one begins: see :mod:`deepinfer.kernels.nvrtc`.
         """
         rows = len(xq)
         if out is None:

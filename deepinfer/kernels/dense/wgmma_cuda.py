@@ -13,8 +13,12 @@ from deepinfer.kernels import nvrtc
 _MAX_SHARED_BYTES = 227 * 1024
 _NUM_SMS = 132
 _MAX_CLUSTER = 8
-_PASS_ROWS = 32
+_CLUSTERS_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+"""Of CTAs that take a whole SM, by their number in a cluster (``bench/results/h200_dense.json``)."""
+_CTA_ROWS = 32
 """What a CTA costs beside its rows, in activation rows of arithmetic; a guess."""
+_NEARLY = 1.05
+"""Costs within this count as equal, and the larger tile wins."""
 ROW_TILE = 128
 """Weight rows of the default tiles."""
 
@@ -128,14 +132,18 @@ class WgmmaProduct:
     def tile(self, rows: int) -> Tile:
         """The first that takes all rows in one pass; past the last, the one whose waves of CTAs cost least."""
         once = next((t for t in self.tiles if rows <= t.rows), None)
-        return once or min(self.tiles, key=lambda t: (self._cost(t, rows), -t.rows))
+        if once is not None:
+            return once
+        costs = {tile: self._cost(tile, rows) for tile in self.tiles}
+        return max((t for t in self.tiles if costs[t] <= _NEARLY * min(costs.values())), key=lambda t: t.rows)
 
     def num_ctas(self, tile: Tile, rows: int) -> int:
         return -(-32 * self.packed.shape[0] // tile.weight_rows) * -(-rows // tile.rows) * self.slices
 
     def _cost(self, tile: Tile, rows: int) -> int:
-        waves = -(-self.num_ctas(tile, rows) // _NUM_SMS)
-        return waves * tile.weight_rows * (tile.rows + _PASS_ROWS)
+        at_once = _CLUSTERS_AT_ONCE.get(self.cluster, _NUM_SMS // (self.cluster + 1)) * tile.min_ctas
+        waves = -(-self.num_ctas(tile, rows) // (self.cluster * at_once))
+        return waves * tile.min_ctas * tile.weight_rows * (tile.rows + _CTA_ROWS)
 
     def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool, beside: bool = False) -> None:
         rows = x.shape[0]

@@ -110,8 +110,8 @@ class GroupedSkinny:
             blocks: in blocks of ``plan.block``.
             out: bf16 ``[pairs, N]``; with SwiGLU ``[pairs, N / 2]``, rounded by Q8.
             weights: float32 ``[pairs]`` (any shape), route weight of each pair, with SwiGLU.
-            early: ``blocks`` were complete when the kernel before this one began, so weights may be read beside it;
-                with ``plan.ahead`` so was ``x``.
+            early: ``blocks`` are complete when this kernel begins, so weights may be read beside the one before it;
+                with ``plan.ahead`` so is ``x``.
         """
         assert blocks.block == plan.block
         assert x.is_contiguous()

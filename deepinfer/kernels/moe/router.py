@@ -1,9 +1,9 @@
 """The router: scores of all experts, the best of them, their weights, and the pairs in the order of their experts.
 
 On Hopper two CUDA launches (:mod:`.router_cuda`): partial logits, then selection and order, which begins while the
-first ends. Elsewhere Triton: up to ``FUSED_ROWS`` rows all of it is one launch, with more the selection is a second.
-Every logit is summed in the same order at every batch size (with CUDA up to ``MAX_OWN_ROWS`` rows, or ``invariant``;
-above, cuBLAS makes the logits).
+first ends; above ``CLUSTER_ROWS`` rows the order is a third. Elsewhere Triton: up to ``FUSED_ROWS`` rows all of it is
+one launch, with more the selection is a second. Every logit is summed in the same order at every batch size (with CUDA
+up to ``MAX_OWN_ROWS`` rows, or ``invariant``; above, cuBLAS makes the logits).
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ MAX_EXPERTS = 512
 MAX_ORDERED_ROWS = 16384
 """One cluster orders at most this many rows: their marks lie in its shared memory."""
 PACKED_ROWS = 512
-"""Up to here the selection takes as few multiprocessors as it can, since the shared expert's product runs beside it."""
+"""Up to here a selection without order takes few multiprocessors, since the shared expert's product runs beside it."""
+_PACKED_ROWS_PER_CTA = 32
 _CLUSTER = 8
 _WORD = 32
 _MAX_SHARED_BYTES = 227 * 1024
@@ -67,7 +68,7 @@ def choose_logits_shape(rows: int, num_experts: int, hidden: int) -> LogitsShape
     often. The released model's 384 experts and 5,120 columns make 120 of them, up to 384 rows.
     """
     row_tiles = next((tiles for tiles in (1, 2, 4) if rows <= 8 * tiles), 8)
-    shapes = (LogitsShape(row_tiles, 1, 2), LogitsShape(8, 1, 4), LogitsShape(8, 2, 4), LogitsShape(12, 2, 4))
+    shapes = (*(LogitsShape(row_tiles, *experts) for experts in ((1, 2), (1, 4), (2, 4))), LogitsShape(12, 2, 4))
     fits = (shape for shape in shapes if math.prod(shape.grid(rows, num_experts, hidden)) <= _NUM_SMS)
     return next(fits, shapes[-1])
 
@@ -142,7 +143,7 @@ def select(
     num_slices, rows, num_experts = partial.shape
     if order is None:
         cluster, threads = 1, 512 if rows <= PACKED_ROWS else 128
-        rows_per_cta = _WORD if rows <= PACKED_ROWS else 4 if rows <= 2048 else 8
+        rows_per_cta = _PACKED_ROWS_PER_CTA if rows <= PACKED_ROWS else 4 if rows <= 2048 else 8
     else:
         cluster, threads = cluster or (1 if rows <= 2 else _CLUSTER), MAX_EXPERTS
         rows_per_cta = -(-rows // cluster)

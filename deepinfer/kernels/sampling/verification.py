@@ -36,14 +36,19 @@ class AcceptedPrefix:
 
     @classmethod
     def empty(cls, requests: int, slots: int, device: torch.device) -> AcceptedPrefix:
-        """Uninitialised results. What the host reads of them lies in one piece of memory."""
-        num_words = (slots + 3) * requests
-        packed = torch.empty(8 * num_words + requests, dtype=torch.uint8, device=device)
-        words = packed[: 8 * num_words].view(torch.int64)
-        token_ids, num_accepted, first_row = words.split([(slots + 1) * requests, requests, requests])
-        acceptance = torch.empty(requests, slots, dtype=torch.float32, device=device)
-        is_bad = packed[8 * num_words :].view(torch.bool)
-        return cls(token_ids.view(requests, slots + 1), num_accepted, is_bad, acceptance, first_row)
+        """Uninitialised results. What the host reads of them lies in one piece of memory, in parts that are aligned to
+        16 bytes whatever their number: Triton compiles kernels anew for other alignments.
+        """
+        num_even = requests + requests % 2
+        words = torch.empty(num_even * (slots + 4), dtype=torch.int64, device=device)
+        token_ids, num_accepted, first_row, bad = words.split([num_even * (slots + 1), num_even, num_even, num_even])
+        return cls(
+            token_ids[: requests * (slots + 1)].view(requests, slots + 1),
+            num_accepted[:requests],
+            bad.view(torch.bool)[:requests],
+            torch.empty(requests, slots, dtype=torch.float32, device=device),
+            first_row[:requests],
+        )
 
 
 @triton.jit

@@ -63,7 +63,8 @@ class FeedForward:
             block=experts.block_of(rows),
             invariant=self.invariant,
         )
-        # The router was launched since the input was made: this product runs beside it.
+        # This product runs beside the router: behind the kernel of the logits, which waits for the input before it
+        # lets others start.
         gate_up = self.gate_up.forward(
             inputs.operand, dtype=torch.float32, overlap=True, beside=True, invariant=self.invariant
         )

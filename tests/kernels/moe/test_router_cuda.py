@@ -112,6 +112,8 @@ def test_ctas_of_the_logits_fit_and_run_at_once(experts):
         shape = router_cuda.choose_logits_shape(rows, experts, 5120)
         assert shape.shared_bytes <= 227 * 1024
         assert max(rows, rows * experts / 384) > 384 or math.prod(shape.grid(rows, experts, 5120)) <= 132
+    assert router_cuda.choose_logits_shape(1, experts, 5120).row_tiles == 1
+    assert router_cuda.max_cluster_rows() >= router.CLUSTER_ROWS
     shapes = [router_cuda.choose_logits_shape(rows, 384, 5120) for rows in (5, 64, 100, 200, 300, 500)]
     assert [(s.row_tiles, s.num_experts) for s in shapes] == [(1, 32), (8, 32), (8, 64), (8, 128), (12, 128), (12, 128)]
 
@@ -119,7 +121,8 @@ def test_ctas_of_the_logits_fit_and_run_at_once(experts):
 @pytest.mark.parametrize(
     ("rows", "experts", "top", "slices", "cluster", "block"),
     [(1, 8, 2, 1, 1, 8), (2, 384, 6, 10, 1, 8), (13, 24, 3, 3, 8, 4), (40, 100, 6, 2, 8, 1), (75, 384, 6, 10, 8, 8),
-     (13, 24, 3, 3, None, 0), (7, 384, 6, 1, None, 0)],
+     (13, 24, 3, 3, None, 0), (7, 384, 6, 1, None, 0), (249, 132, 6, 3, 8, 8), (256, 384, 6, 10, None, 16),
+     (300, 100, 6, 2, None, 0), (513, 36, 4, 1, None, 0)],
 )  # fmt: skip
 def test_selection_and_order_equal_the_reference(rows, experts, top, slices, cluster, block, device):
     torch.manual_seed(rows + experts)

@@ -6,14 +6,16 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.sampling.verification import AcceptedPrefix
+from deepinfer.sampling import transfer
 from deepinfer.sampling.transfer import kept_on_device, pinned_copies
 
 
 def test_parts_of_one_storage_travel_together(device):
-    for requests, slots in ((1, 0), (3, 5)):
+    for requests, slots in ((1, 0), (3, 5), (33, 5), (4, 1)):
         made = AcceptedPrefix.empty(requests, slots, device)
         parts = [made.token_ids, made.num_accepted, made.is_bad, made.first_row]
         assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+        assert all(part.data_ptr() % 16 == parts[0].data_ptr() % 16 for part in parts)
         for number, part in enumerate(parts):
             part.fill_(number)
         assert [part.unique().tolist() for part in parts] == [[0], [1], [True], [3]]  # none lies over another
@@ -39,3 +41,15 @@ def test_kept_arrays_have_the_contents_of_the_host(device):
             assert found.shape == array.shape
             assert np.array_equal(found.cpu().numpy(), array)
             assert found.cpu().numpy().dtype == array.dtype
+
+
+def test_equal_arrays_are_one_tensor():
+    def kept(array: np.ndarray, stream: int = 0) -> torch.Tensor:
+        return transfer._kept(array.tobytes(), array.dtype.str, array.shape, torch.device("cpu"), stream)
+
+    first = kept(np.arange(4))
+    assert kept(np.arange(4)) is first
+    others = (np.arange(4, dtype=np.int32), np.arange(4).reshape(2, 2), np.arange(1, 5))
+    assert all(kept(other) is not first for other in others)
+    assert kept(np.arange(4), 1) is not first
+    assert first.tolist() == [0, 1, 2, 3]
