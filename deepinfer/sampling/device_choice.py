@@ -46,7 +46,7 @@ class DeviceChoice:
         parameters = batch.constants.parameters
         assert parameters is not None, "a batch of a GPU has the parameters of its rows"
         # Masks are applied by the kernels; the rest changes single logits.
-        processed = process(logits, replace(batch, grammar=None))
+        processed = process(logits, batch if batch.grammar is None else replace(batch, grammar=None))
         token_ids, is_bad = self.draw(processed, parameters, batch.positions, batch.grammar)
         if processed is not logits:  # what an edit hid counts too
             is_bad |= ~logits.amax(-1).isfinite()

@@ -55,7 +55,7 @@ class SamplerOutput:
         names = ("logprobs", "ranks", "top_ids", "top_logprobs")
         tensors = {name: getattr(self, name) for name in names}
         copies: dict[str, Any] = {name: pinned_copy(each) for name, each in tensors.items() if each is not None}
-        return replace(self, **copies)
+        return replace(self, **copies) if copies else self
 
     def alternatives(self, row: int) -> list[tuple[int, float]]:
         """(id, log-probability) of exactly as many most likely tokens as the row asked for; call it on the host."""

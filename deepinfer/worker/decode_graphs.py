@@ -48,7 +48,7 @@ class DecodeGraphs:
         None if no graph can run it: it has too many rows or blocks, or no size that holds it could be captured.
 
         Args:
-            ngrams: ``[rows, n]`` int32 on the device.
+            ngrams: ``[rows, n]`` int32 on the device; None where the device knows the ids of all rows.
         """
         count = host.num_rows
         if host.block_tables.shape[1] > self._tables.shape[1]:

@@ -72,9 +72,8 @@ class FusedRunner(ModelRunner):
             ragged = RaggedRows.of_chunks(chunks)
             ids = token_ids(chunks, ragged.total)
             host = host_table(ragged, ids, padded_block_tables(chunks))
-            ngrams = None
-            if self.ngram_size:
-                ngrams = self.move(ngram_ids(chunks, ragged, ids, self.ngram_size).astype(np.int32))
+            # Where the device knows all ids it looks at none of the host's.
+            ngrams = self._ngrams(chunks, ragged, ids) if (ids >= 0).any() else None
         self.checkpoints.restore(plan.restores)
         with self.timer.phase("forward"):
             is_cut = narrows_decoder(chunks, self.caches.geometry.window)
@@ -89,6 +88,7 @@ class FusedRunner(ModelRunner):
                 trunk, read_mix, known, table = found
             else:
                 keys_first = is_short and not is_cut
+                ngrams = self._ngrams(chunks, ragged, ids) if ngrams is None else ngrams
                 step = self.step_of(self.move(host.table), self.move(host.block_tables), ngrams, keys_first, host.spans)
                 assert step.table is not None
                 known, table = step.ngram_ids, step.table
@@ -101,6 +101,12 @@ class FusedRunner(ModelRunner):
             self._note_feature_floors(chunks)
         self.checkpoints.save(plan.saves)
         return StepResult(self.model, trunk, read_mix, sample_rows, len(samples) == len(trunk), known, table)
+
+    def _ngrams(self, chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray) -> Tensor | None:
+        """``[rows, n]`` int32 on the device; None if no layer looks at them."""
+        if not self.ngram_size:
+            return None
+        return self.move(ngram_ids(chunks, rows, ids, self.ngram_size).astype(np.int32))
 
     def capture_graphs(self, show_progress: bool) -> None:
         """Capture what :meth:`run` replays, at start-up rather than when a size is first met."""

@@ -111,7 +111,8 @@ class StepVerifier:
         if any(owner.sampling.params.uses_penalties for owner in owners):
             pending = [drafts[:offset] for drafts in map(_drafts, chunks) for offset in range(len(drafts) + 1)]
         batch = self._batches.build(states, positions, pending, None if sampled is None else sampled.positions)
-        masks = self._masks.compute(_mask_rows(chunks, owners))
+        constrained = _mask_rows(chunks, owners)
+        masks = self._masks.compute(constrained) if constrained else None
         if masks is not None:
             batch = batch.with_grammar(masks)
         drafts = self._drafts_of(chunks, sampling.rows.device) if sampled is None else sampled.drafts
