@@ -269,9 +269,12 @@ def test_ids_beyond_the_vocabulary_are_refused_at_submission(values):
 
 
 def test_last_id_of_the_vocabulary_is_accepted():
-    SamplingParams(
+    params = SamplingParams(
         stop_token_ids=[9], logit_bias={9: 1.0}, allowed_token_ids=[9], golden_token_ids=[-1, 9], top_logprobs=10
-    ).validate_for(10)
+    )
+    params.validate_for(10)
+    with pytest.raises(RequestError):  # the same, one token fewer
+        params.validate_for(9)
 
 
 def test_parameters_are_torch_free():

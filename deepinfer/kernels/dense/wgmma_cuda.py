@@ -14,7 +14,7 @@ _MAX_SHARED_BYTES = 227 * 1024
 _NUM_SMS = 132
 _MAX_CLUSTER = 8
 _CLUSTERS_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
-"""Of CTAs that take a whole SM, by their number in a cluster (``bench/results/h200_dense.json``)."""
+"""Of CTAs that take a whole SM, by CTAs per cluster (``bench/results/h200_dense.json``). Other sizes are guessed."""
 _CTA_ROWS = 32
 """What a CTA costs beside its rows, in activation rows of arithmetic; a guess."""
 _NEARLY = 1.05
