@@ -33,6 +33,10 @@ class ScriptedResult:
     def sample_rows(self) -> Tensor:
         return self.real.sample_rows
 
+    @property
+    def samples_every_row(self) -> bool:
+        return self.real.samples_every_row
+
     def row_logits(self, rows: Tensor | slice) -> Tensor:
         return self.logits[rows].clone()
 
