@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,9 @@ from deepinfer.worker.model_runner import ModelRunner
 from deepinfer.worker.slot_state import SlotState
 from deepinfer.worker.worker import Worker
 
+if TYPE_CHECKING:
+    from deepinfer.worker.sample_step import SampleStep
+
 CALIBRATION_FILE = "dspark_calibration.json"
 """Beside a checkpoint: temperatures of its draft's confidence."""
 _LARGEST_MEASURED_STEP = 256
@@ -50,7 +53,20 @@ def build_worker(config: EngineConfig, runner: ModelRunner, slots: SlotState) ->
     drafter = None
     if runner.draft is not None:
         drafter = _build_drafter(runner, num_drafts, confidence_temperatures(config), draft_sampler, banned)
-    return Worker(runner, verifier, SamplingBatchBuilder(vocab, device=device), slots, drafter)
+    sample_step = _build_sample_step(runner, banned) if isinstance(verifier, GumbelVerifier) else None
+    return Worker(runner, verifier, SamplingBatchBuilder(vocab, device=device), slots, drafter, sample_step)
+
+
+def _build_sample_step(runner: ModelRunner, banned: Sequence[int]) -> SampleStep | None:
+    """None where no forward is a graph."""
+    if not runner.graph_sizes:
+        return None
+    from deepinfer.sampling.device_choice import DeviceChoice
+    from deepinfer.worker.fused_runner import FusedRunner
+    from deepinfer.worker.sample_step import SampleStep
+
+    assert isinstance(runner, FusedRunner)
+    return SampleStep(runner, DeviceChoice(runner.config.vocab_size, banned, runner.device))
 
 
 def _build_drafter(

@@ -56,6 +56,8 @@ class StepShape:
     """CUDA graphs that are kept."""
     num_drafts: int = 0
     """Tokens of a draft's block."""
+    max_graph_samples: int = 0
+    """Rows of the largest sampling that is a graph."""
     max_graph_drafts: int = 0
     """Sequences of the largest draft that is a graph."""
     is_fast: bool = False
@@ -153,6 +155,7 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
         item("features for drafts", rows, features, _ACTIVATION_BYTES),
         MemoryItem("index scores", INDEX_SCRATCH_BYTES if text.index_source_layer_ids else 0),
         item("selection", rows, selection, _FLOAT_BYTES),
+        item("logits of captured steps", _filled_up(shape.max_graph_samples), text.vocab_size, _FLOAT_BYTES),
         item("logits of captured drafts", _captured_logits(shape), text.vocab_size, _FLOAT_BYTES),
         item("logits and their copy", sampled + _filled_up(sampled), text.vocab_size, _FLOAT_BYTES),
     )

@@ -42,8 +42,8 @@ class DecodeGraphs:
             self._ngrams = torch.full((largest, runner.ngram_size), -1, dtype=torch.int32, device=device)
         self.graphs: GraphSet[Forward] = GraphSet("the backbone", sizes, self._forward, self._clear, pool)
 
-    def replay(self, host: HostTable, ngrams: Tensor | None) -> Forward | None:
-        """Run the step. Returns what its rows gave; it holds until the next replay.
+    def replay(self, host: HostTable, ngrams: Tensor | None) -> tuple[Forward, int] | None:
+        """Run the step. Returns what its rows gave, which holds until the next replay, and the size of the graph.
 
         None if no graph can run it: it has too many rows or blocks, or no size that holds it could be captured.
 
@@ -58,7 +58,7 @@ class DecodeGraphs:
             return None
         self._fill(host, ngrams, size)
         trunk, read_mix, known, table = self.graphs.replay(size)
-        return trunk[:count], read_mix[:count], None if known is None else known[:count], table[:, :count]
+        return (trunk[:count], read_mix[:count], None if known is None else known[:count], table[:, :count]), size
 
     def _fill(self, host: HostTable, ngrams: Tensor | None, size: int) -> None:
         count = host.num_rows

@@ -81,11 +81,11 @@ class FusedRunner(ModelRunner):
             samples = np.concatenate(
                 [np.arange(end - chunk.num_sampled, end) for chunk, end in zip(chunks, ragged.ends, strict=True)]
             )
-            found = None
+            found, graph_size = None, None
             if self.graphs is not None and is_short and not is_cut:
                 found = self.graphs.replay(host, ngrams)
             if found is not None:
-                trunk, read_mix, known, table = found
+                (trunk, read_mix, known, table), graph_size = found
             else:
                 keys_first = is_short and not is_cut
                 ngrams = self._ngrams(chunks, ragged, ids) if ngrams is None else ngrams
@@ -100,7 +100,8 @@ class FusedRunner(ModelRunner):
             sample_rows = kept_on_device(samples, self.device)
             self._note_feature_floors(chunks)
         self.checkpoints.save(plan.saves)
-        return StepResult(self.model, trunk, read_mix, sample_rows, len(samples) == len(trunk), known, table)
+        has_every_row = len(samples) == len(trunk)
+        return StepResult(self.model, trunk, read_mix, sample_rows, has_every_row, known, table, graph_size)
 
     def _ngrams(self, chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray) -> Tensor | None:
         """``[rows, n]`` int32 on the device; None if no layer looks at them."""

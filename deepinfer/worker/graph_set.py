@@ -131,6 +131,10 @@ class GraphSet(Generic[Outputs]):
         self.num_replays += 1
         return outputs
 
+    def outputs(self, size: int) -> Outputs:
+        """What a captured size leaves, without running it: inputs of another graph."""
+        return self._captured[size][1]
+
     def _ensure(self, size: int, is_start: bool = False) -> None:
         if size in self._captured or size in self._failed:
             return

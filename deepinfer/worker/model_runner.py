@@ -45,6 +45,8 @@ class StepResult:
     table: Tensor | None = None
     """``[len(Column), rows]`` int32, completed, where the device knows tokens and positions that the host does not. As
     ``ngram_ids``, it holds until the next graph is replayed."""
+    graph_size: int | None = None
+    """Rows of the graph that made it, if one did."""
 
     @torch.inference_mode()
     def sample_logits(self) -> Tensor:

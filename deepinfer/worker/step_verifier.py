@@ -63,6 +63,11 @@ class Sampling:
         return cls(step, tuple(chunks), tuple(owners), rows, kept_on_device(counts, rows.device), has_every_row)
 
     @property
+    def num_rows(self) -> int:
+        """Samples of all chunks."""
+        return sum(chunk.num_sampled for chunk in self.chunks)
+
+    @property
     def slots(self) -> list[int]:
         """State slots."""
         return [chunk.state_slot for chunk in self.chunks]

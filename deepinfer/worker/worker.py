@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,13 +15,16 @@ from deepinfer.sampling.transfer import kept_on_device
 from deepinfer.speculative.allocation import allocate_on_host
 from deepinfer.speculative.verification import Verified, Verifier
 from deepinfer.structured.masks import MaskBatch
-from deepinfer.worker.device_tokens import SampledRows
+from deepinfer.worker.device_tokens import DeviceTokens, SampledRows
 from deepinfer.worker.drafter import Drafter, FollowingDrafts
 from deepinfer.worker.model_runner import ModelRunner
 from deepinfer.worker.slot_state import SlotState
 from deepinfer.worker.step_results import Launched, RowOwner, SequenceTokens, StepTimes, StepTokens
 from deepinfer.worker.step_verifier import Sampling, StepVerifier
 from deepinfer.worker.unread import UnreadDrafts, UnreadStep, UnreadTokens
+
+if TYPE_CHECKING:
+    from deepinfer.worker.sample_step import SampleStep  # imports Triton
 
 
 class Worker:
@@ -33,6 +37,7 @@ class Worker:
     Args:
         runner: model and caches. verifier: chooses tokens. batches: parameters of sampled rows.
         slots: what is remembered between steps. drafter: None without speculation.
+        sample_step: graphs of sampler and acceptance, where there are any.
     """
 
     def __init__(
@@ -42,10 +47,12 @@ class Worker:
         batches: SamplingBatchBuilder,
         slots: SlotState,
         drafter: Drafter | None,
+        sample_step: SampleStep | None = None,
     ) -> None:
         self.runner = runner
         self.slots = slots
         self.drafter = drafter
+        self.sample_step = sample_step
         self._masks = MaskBatch(runner.config.vocab_size, runner.device)
         self._verifier = StepVerifier(verifier, batches, self._masks, slots.drafts.shape[1])
         self._end: torch.cuda.Event | None = None
@@ -60,6 +67,9 @@ class Worker:
     def capture_graphs(self, show_progress: bool) -> None:
         """Capture the graphs of all sizes of steps, where there are any, so that no request waits for that."""
         self.runner.capture_graphs(show_progress)
+        if self.sample_step is not None:
+            with torch.inference_mode():
+                self.sample_step.graphs.capture_all(show_progress)
         if self.drafter is not None:
             self.drafter.capture_graphs(show_progress)
 
@@ -232,15 +242,12 @@ class Worker:
         timer = self.runner.timer
         begin = timer.milliseconds("sample"), timer.milliseconds("draft")
         with timer.phase("sample"):
-            slots = kept_on_device(np.array(sampling.slots, dtype=np.int64), sampling.rows.device)
-            sampled = self._verifier.sampled_rows(sampling, tokens)
-            verified = self._verifier.verify(sampling, sampled)
-            tokens.advance(slots, verified, sampled.firsts, sampling.rows, step.result.ngram_ids)
+            verified, sampled = self._choose(sampling, tokens)
             unread = UnreadStep.of(verified)
         if drafter is not None:
             with timer.phase("draft"):
                 following = _follow(drafter, sampling, verified, sampled)
-                tokens.propose(slots, following.token_ids)
+                tokens.propose(_on_device(sampling.slots, sampling), following.token_ids)
                 drafts = UnreadDrafts.of(*following)
         generations = self.slots.advance_unread(sampling.chunks, 0 if drafter is None else drafter.num_drafts)
         launched = timer.milliseconds("sample") - begin[0], timer.milliseconds("draft") - begin[1]
@@ -249,6 +256,18 @@ class Worker:
         )
         self._end = found.end
         return found
+
+    def _choose(self, sampling: Sampling, tokens: DeviceTokens) -> tuple[Verified, SampledRows]:
+        """Launch sampler and acceptance, and leave on the device where every sequence stands."""
+        if self.sample_step is not None and self.sample_step.takes(sampling):
+            found = self.sample_step.sample(sampling)
+            if found is not None:
+                return found
+        sampled = self._verifier.sampled_rows(sampling, tokens)
+        verified = self._verifier.verify(sampling, sampled)
+        slots = _on_device(sampling.slots, sampling)
+        tokens.advance(slots, verified, sampled.firsts, sampling.rows, sampling.step.result.ngram_ids)
+        return verified, sampled
 
     def read(self, unread: UnreadTokens | None) -> StepTokens:
         """Wait for the results of a chained step."""
@@ -268,6 +287,10 @@ class Worker:
                 alive = np.flatnonzero(~bad)
                 survivals = _survivals([chunks[place] for place in alive], confidence[alive])
         return StepTokens(found, verified.rows, survivals, unread.times())
+
+
+def _on_device(slots: Sequence[int], sampling: Sampling) -> torch.Tensor:
+    return kept_on_device(np.array(slots, dtype=np.int64), sampling.rows.device)
 
 
 def _can_follow(drafter: Drafter, owners: Sequence[RowOwner]) -> bool:
