@@ -275,14 +275,17 @@ class Worker:
             return StepTokens({}, None, {})
         chunks, survivals = unread.chunks, dict[str, list[float]]()
         slots = [chunk.state_slot for chunk in chunks]
-        with self.runner.timer.phase("sample"):
+        timer = self.runner.timer
+        with timer.phase("wait"):
             verified = unread.step.wait()
+        with timer.phase("sample"):
             found = _sequence_tokens(chunks, verified, self.slots.confidence)
             emitted, bad = verified.token_ids.numpy().clip(0), verified.is_bad.numpy()
             is_own = self.slots.read(slots, unread.generations, emitted, verified.num_accepted.numpy())
         if unread.drafts is not None:
-            with self.runner.timer.phase("draft"):
+            with timer.phase("wait"):
                 drafts, confidence = (each.numpy() for each in unread.drafts.wait())
+            with timer.phase("draft"):
                 self.slots.read_drafts(slots, is_own, ~bad, drafts, confidence)
                 alive = np.flatnonzero(~bad)
                 survivals = _survivals([chunks[place] for place in alive], confidence[alive])
