@@ -84,6 +84,7 @@ class GraphSet(Generic[Outputs]):
         name: what is captured, for messages. sizes: of the graphs.
         run: (size) -> its outputs, launches only, over tensors that stay where they are.
         clear: (size) puts these tensors into a state in which ``run`` changes nothing: all rows padding.
+        can_capture: (size) whether to try; False where ``run`` needs what another capture failed to give.
     """
 
     def __init__(
@@ -93,9 +94,10 @@ class GraphSet(Generic[Outputs]):
         run: Callable[[int], Outputs],
         clear: Callable[[int], None],
         pool: GraphPool,
+        can_capture: Callable[[int], bool] = lambda size: True,
     ) -> None:
         self.name, self.sizes = name, sorted(sizes)
-        self._run, self._clear, self._pool = run, clear, pool
+        self._run, self._clear, self._pool, self._can_capture = run, clear, pool, can_capture
         self._captured: dict[int, tuple[Graph, Outputs]] = {}
         self._failed: set[int] = set()
         self.num_replays = 0
@@ -131,12 +133,16 @@ class GraphSet(Generic[Outputs]):
         self.num_replays += 1
         return outputs
 
+    def is_captured(self, size: int) -> bool:
+        """Whether there is a graph of this size by now."""
+        return size in self._captured
+
     def outputs(self, size: int) -> Outputs:
         """What a captured size leaves, without running it: inputs of another graph."""
         return self._captured[size][1]
 
     def _ensure(self, size: int, is_start: bool = False) -> None:
-        if size in self._captured or size in self._failed:
+        if size in self._captured or size in self._failed or not self._can_capture(size):
             return
         self._clear(size)
         try:

@@ -62,7 +62,12 @@ class SampleStep:
         self._members: tuple[int, ...] = ()
         self._numbers = torch.arange(most + 1, device=device)
         self.graphs: GraphSet[Outputs] = GraphSet(
-            "the sampler", runner.graph_sizes, self.run, self._clear, runner.graph_pool
+            "the sampler",
+            runner.graph_sizes,
+            self.run,
+            self._clear,
+            runner.graph_pool,
+            self._forwards.graphs.is_captured,
         )
 
     def takes(self, sampling: Sampling) -> bool:

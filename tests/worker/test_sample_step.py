@@ -47,6 +47,9 @@ class Forwards:
         self.ngrams = torch.full((max(SIZES), NGRAM), -1, dtype=torch.int32)
         self.tables = {size: torch.zeros(len(Column), size, dtype=torch.int32) for size in SIZES}
 
+    def is_captured(self, size: int) -> bool:
+        return size in self.tables
+
     def outputs(self, size: int) -> tuple[Any, ...]:
         return self.trunk[:size], None, self.ngrams[:size], self.tables[size]
 
@@ -167,3 +170,19 @@ def test_what_a_graph_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not takes(min_tokens=40, max_tokens=50, stop_token_ids=[3])
     monkeypatch.setattr(GraphPool, "capture", failing)
     assert step.sample(sampling_of([1], [1], [state_of()], 2)) is None
+
+
+def test_sizes_without_a_forward_are_not_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from deepinfer.sampling.device_choice import DeviceChoice
+    from deepinfer.worker.sample_step import SampleStep
+
+    monkeypatch.setattr(GraphPool, "capture", capture_on_cpu)
+    runner = make_runner()
+    del runner.graphs.graphs.tables[8]  # what a capture that failed leaves
+    step = SampleStep(runner, DeviceChoice(VOCAB, [], runner.device))
+    step.graphs.capture_all(False)
+    assert [step.graphs.is_captured(size) for size in SIZES] == [True, True, False]
+    assert step.graphs.size_for(8) is None
+    assert not caplog.records
