@@ -138,7 +138,7 @@ def test_scheduler_and_cache_bookkeeping_load_without_torch():
 
 NEEDS_TRITON = (
     *("kernels", "layers/fused", "models/fused", "sampling/device_choice"),
-    *("worker/draft_step", "worker/fused_drafter", "worker/fused_runner"),
+    *("worker/draft_step", "worker/fused_drafter", "worker/fused_runner", "worker/sample_step"),
 )
 """Beginnings of the files that only an engine on a GPU imports."""
 

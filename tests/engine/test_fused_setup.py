@@ -82,16 +82,20 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     shapes = {mode: step_shape(on_nvidia(tiny_path, cuda_graphs=mode, **arguments)) for mode in ("startup", "off")}
     config = on_nvidia(tiny_path, **arguments)
     decoding, drafting = graph_sizes(config.scheduler), draft_graph_sizes(config.scheduler)
-    assert shapes["startup"].num_graphs == len(decoding) + len(drafting)
+    assert shapes["startup"].num_graphs == 2 * len(decoding) + len(drafting)  # with a sampler for each forward
     assert shapes["startup"].max_graph_drafts == 16
-    assert shapes["off"].num_graphs == shapes["off"].max_graph_drafts == 0
+    assert shapes["startup"].max_graph_samples == decoding[-1]
+    off = shapes["off"]
+    assert off.num_graphs == off.max_graph_drafts == off.max_graph_samples == 0
     assert not shapes["off"].is_fast
     assert step_shape(replace(config, numerics="fast")).is_fast
     text = tiny_config(vision=False).text
     reserves = {
         mode: {item.name: item.num_bytes for item in step_reserves(text, shape)} for mode, shape in shapes.items()
     }
-    assert reserves["off"]["graphs"] == reserves["off"]["logits of captured drafts"] == 0
+    of_graphs = "graphs", "logits of captured steps", "logits of captured drafts"
+    assert [reserves["off"][name] for name in of_graphs] == [0, 0, 0]
+    assert reserves["startup"]["logits of captured steps"] == 128 * text.vocab_size * 4  # 80 rows, filled up
     rows = 16 * 4 + 3 * 64
     assert reserves["startup"]["logits of captured drafts"] == rows * text.vocab_size * 4
     uneven = {
@@ -100,7 +104,8 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     rows = 384 + 3 * 128  # 350 and 70 rows, filled up as batch-invariant products are
     assert uneven["logits of captured drafts"].num_bytes == rows * text.vocab_size * 4
     assert uneven["logits and their copy"].num_bytes == (100 + 128) * text.vocab_size * 4
-    assert step_shape(on_nvidia(tiny_path, sampler="rejection", **arguments)).num_graphs == len(decoding)
+    rejecting = step_shape(on_nvidia(tiny_path, sampler="rejection", **arguments))
+    assert (rejecting.num_graphs, rejecting.max_graph_samples) == (len(decoding), 0)
     with pytest.raises(ConfigError, match="cuda_graphs"):
         on_nvidia(tiny_path, cuda_graphs="sometimes")
 
