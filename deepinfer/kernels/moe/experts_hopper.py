@@ -20,12 +20,11 @@ from deepinfer.kernels.moe.grouped_wgmma import GroupedExperts
 from deepinfer.kernels.moe.router import Routing
 
 PLANS: tuple[tuple[int, Plan, Plan], ...] = (
-    (1, Plan(1, 5, 1, 20, evict_first=True, ahead=True), Plan(1, 2, 2, evict_first=True)),
+    (1, Plan(1, 5, 1, 20, evict_first=True, ahead=True), Plan(1, 3, 2, 12, evict_first=True)),
     (4, Plan(1, 2, 2, evict_first=True), Plan(1, 2, 2, evict_first=True)),
     (16, Plan(1, 2, 2, 20, evict_first=True), Plan(1, 2, 2, 20, evict_first=True)),
     (32, Plan(1, 1, 2, 24), Plan(1, 1, 2, 20)),
-    (256, Plan(1, 1, 2, 20), Plan(1, 1, 2, 20)),
-    (320, Plan(1, 1, 2, 16), Plan(1, 1, 2, 20)),
+    (416, Plan(1, 1, 2, 20), Plan(1, 1, 2, 20)),
     (512, Plan(2, 1, 2), Plan(2, 1, 2)),
 )
 """(most rows, plan of gate-up, plan of down) for steps with few pairs per expert; above, the kernels for many.
