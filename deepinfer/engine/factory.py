@@ -154,7 +154,7 @@ def build_engine(
     scheduler = Scheduler(config.scheduler, pool, StateSlots(num_slots), history_len, prefix)
     worker = build_worker(config, runner, SlotState(num_slots, num_drafts, history_len))
     if config.device.graphs == "startup":
-        worker.capture_graphs(progress)
+        worker.prepare(config.scheduler.max_num_batched_tokens, progress)
         runner.timer.reset()
     planner = None
     if num_drafts and config.speculation.stops_where_it_does_not_pay:

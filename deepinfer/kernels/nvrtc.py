@@ -48,7 +48,7 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,13 +232,60 @@ def load_kernel(
         KernelError: with the compiler's log.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _load(source, entry, tuple(sorted(defines.items())), index, shared_bytes)
+    constants = tuple(sorted(defines.items()))
+    note = getattr(_noting, "note", None)
+    if note is not None:
+        note(source, constants, index)
+        return _Unlaunched()
+    return _load(source, entry, constants, index, shared_bytes)
+
+
+_noting = threading.local()
+
+
+class _Unlaunched(Kernel):
+    """What :func:`load_kernel` gives inside :func:`noting`."""
+
+    def __init__(self) -> None:
+        pass
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def noting(submit: Callable[[Callable[[], None]], object]) -> Iterator[None]:
+    """In this thread kernels are neither compiled nor launched.
+
+    Args:
+        submit: called once for every kernel that is asked for, with a function that compiles it, in any thread, so that
+            :func:`load_kernel` finds it later.
+    """
+    _noting.note = functools.cache(lambda *kernel: submit(functools.partial(_compile_for, *kernel)))
+    try:
+        yield
+    finally:
+        _noting.note = None
+
+
+def _compile_for(source: str, defines: tuple[tuple[str, int], ...], index: int) -> None:
+    architecture = _architecture(index)
+    _compiled[source, defines, architecture] = compile_cubin(source, dict(defines), architecture)
+
+
+_compiled: dict[tuple[str, tuple[tuple[str, int], ...], str], bytes] = {}
+"""Compiled and not yet loaded: the disk may not have taken them."""
+
+
+def _architecture(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}a"
 
 
 @functools.cache
 def _load(source: str, entry: str, defines: tuple[tuple[str, int], ...], index: int, shared_bytes: int) -> Kernel:
-    major, minor = torch.cuda.get_device_capability(index)
-    cubin = compile_cubin(source, dict(defines), f"sm_{major}{minor}a")
+    architecture = _architecture(index)
+    cubin = _compiled.pop((source, defines, architecture), None) or compile_cubin(source, dict(defines), architecture)
     _bind_context(index)
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"load {source}")

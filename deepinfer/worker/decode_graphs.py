@@ -40,7 +40,7 @@ class DecodeGraphs:
         self._ngrams = None
         if runner.ngram_size:
             self._ngrams = torch.full((largest, runner.ngram_size), -1, dtype=torch.int32, device=device)
-        self.graphs: GraphSet[Forward] = GraphSet("the backbone", sizes, self._forward, self._clear, pool)
+        self.graphs: GraphSet[Forward] = GraphSet("the backbone", sizes, self.launch, self._clear, pool)
 
     def replay(self, host: HostTable, ngrams: Tensor | None) -> tuple[Forward, int] | None:
         """Run the step. Returns what its rows gave, which holds until the next replay, and the size of the graph.
@@ -80,7 +80,8 @@ class DecodeGraphs:
     def _clear(self, size: int) -> None:
         self._table(size).zero_()[Column.POSITION] = -1
 
-    def _forward(self, size: int) -> Forward:
+    def launch(self, size: int) -> Forward:
+        """What a graph of ``size`` rows replays, launch by launch."""
         runner = self._runner
         ngrams = None if self._ngrams is None else self._ngrams[:size]
         step = runner.step_of(self._table(size), self._tables[:size], ngrams, keys_first=True)

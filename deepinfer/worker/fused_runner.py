@@ -24,6 +24,7 @@ from deepinfer.worker.device_tokens import DeviceTokens
 from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.model_runner import ModelRunner, StepResult
 from deepinfer.worker.ragged_rows import RaggedRows
+from deepinfer.worker.warm_up import null_prompt, typical_lengths
 
 
 class FusedRunner(ModelRunner):
@@ -108,6 +109,22 @@ class FusedRunner(ModelRunner):
         if not self.ngram_size:
             return None
         return self.move(ngram_ids(chunks, rows, ids, self.ngram_size).astype(np.int32))
+
+    def compile_kernels(self, max_rows: int, show_progress: bool) -> None:
+        """Compile what steps of up to ``max_rows`` rows launch: those of the graphs, and prompts of typical lengths."""
+        from deepinfer.kernels.compile_ahead import compiling
+
+        graphs, self.graphs = self.graphs, None  # captures would be empty
+        try:
+            with compiling(show_progress), torch.inference_mode():
+                for size in self.graph_sizes:
+                    assert graphs is not None
+                    graphs.launch(size)
+                for rows in typical_lengths(max_rows):
+                    for floor in (0, rows // 2):
+                        self.run(StepPlan(0, (null_prompt(rows, floor),))).sample_logits()
+        finally:
+            self.graphs = graphs
 
     def capture_graphs(self, show_progress: bool) -> None:
         """Capture what :meth:`run` replays, at start-up rather than when a size is first met."""

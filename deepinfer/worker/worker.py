@@ -11,6 +11,8 @@ import torch
 
 from deepinfer.messages import Chunk, StepPlan
 from deepinfer.sampling.batch import SamplingBatchBuilder
+from deepinfer.sampling.params import SamplingParams
+from deepinfer.sampling.state import SamplingState
 from deepinfer.sampling.transfer import kept_on_device
 from deepinfer.speculative.allocation import allocate_on_host
 from deepinfer.speculative.verification import Verified, Verifier
@@ -22,6 +24,7 @@ from deepinfer.worker.slot_state import SlotState
 from deepinfer.worker.step_results import Launched, RowOwner, SequenceTokens, StepTimes, StepTokens
 from deepinfer.worker.step_verifier import Sampling, StepVerifier
 from deepinfer.worker.unread import UnreadDrafts, UnreadStep, UnreadTokens
+from deepinfer.worker.warm_up import null_prompt
 
 if TYPE_CHECKING:
     from deepinfer.worker.sample_step import SampleStep  # imports Triton
@@ -64,14 +67,26 @@ class Worker:
         if self.drafter is not None:
             self.drafter.close()
 
-    def capture_graphs(self, show_progress: bool) -> None:
-        """Capture the graphs of all sizes of steps, where there are any, so that no request waits for that."""
+    def prepare(self, max_rows: int, show_progress: bool) -> None:
+        """Compile kernels, capture the graphs of all sizes and run two prompts, so that no request waits for that.
+
+        Args:
+            max_rows: of a step.
+        """
+        if self.runner.device_tokens is None:
+            return
+        self.runner.compile_kernels(max_rows, show_progress)
         self.runner.capture_graphs(show_progress)
         if self.sample_step is not None:
             with torch.inference_mode():
                 self.sample_step.graphs.capture_all(show_progress)
         if self.drafter is not None:
             self.drafter.capture_graphs(show_progress)
+        for num_rows in sorted({min(48, max_rows), max_rows}):
+            plan = StepPlan(0, (null_prompt(num_rows, num_rows // 2),))
+            owner = RowOwner(SamplingState(SamplingParams(), [0], vocab_size=self.runner.config.vocab_size))
+            self.read(self.sample_unread(self.launch(plan), [owner]))
+        self._end = None
 
     def launch(self, plan: StepPlan, verify_rows: int | None = None) -> Launched:
         """Start the forward of a plan with at least one chunk.

@@ -1,0 +1,112 @@
+"""Kernels that are compiled before they are launched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepinfer.kernels import nvrtc
+from deepinfer.worker.warm_up import null_prompt, typical_lengths
+
+DEFINES = {"GATHER": 0, "LINES": 1, "BLOCK": 8, "EXPERTS": 2}
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, dict[str, int], str]]:
+    """Calls of the compiler, which makes nothing."""
+    calls: list[tuple[str, dict[str, int], str]] = []
+
+    def compile_cubin(source: str, defines: dict[str, int], architecture: str) -> bytes:
+        calls.append((source, defines, architecture))
+        if defines.get("WRONG"):
+            raise nvrtc.KernelError("no", why="no", fix="no")
+        return f"{source} {sorted(defines.items())}".encode()
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(nvrtc, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    return calls
+
+
+def load(**defines: int) -> nvrtc.Kernel:
+    return nvrtc.load_kernel("moe_fp8_rows.cu", "moe_fp8_align", DEFINES | defines, DEVICE)
+
+
+def test_kernels_are_noted_once_and_not_launched(compiled: list[tuple[str, dict[str, int], str]]) -> None:
+    jobs: list[Callable[[], None]] = []
+    with nvrtc.noting(jobs.append):
+        for _ in range(3):
+            load().launch((1, 1, 1), 32, (None,), shared_bytes=10**9, cluster=16, overlap=True)
+        load(BLOCK=16).launch((1, 1, 1), 32, ())
+    assert len(jobs) == 2
+    assert not compiled
+    for job in jobs:
+        job()
+    assert [call[1]["BLOCK"] for call in compiled] == [8, 16]
+    assert {call[0] for call in compiled} == {"moe_fp8_rows.cu"}
+    assert {call[2] for call in compiled} == {"sm_90a"}
+    assert len(nvrtc._compiled) == 2
+
+
+def test_other_threads_launch_as_ever(
+    compiled: list[tuple[str, dict[str, int], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr(nvrtc, "_load", lambda *kernel: loaded.append(kernel))
+    with nvrtc.noting(lambda job: None):
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+    assert len(loaded) == 1
+    load()
+    assert len(loaded) == 2
+
+
+def test_what_was_compiled_is_loaded(
+    compiled: list[tuple[str, dict[str, int], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[bytes] = []
+
+    def load_data(module: object, cubin: bytes) -> int:
+        texts.append(cubin)
+        return 1  # ends the load
+
+    driver = SimpleNamespace(cuModuleLoadData=load_data, cuGetErrorString=lambda result, text: 0)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(nvrtc, "_bind_context", lambda index: None)
+    nvrtc._load.cache_clear()
+    with nvrtc.noting(lambda job: job()):
+        load()
+    assert len(compiled) == 1
+    with pytest.raises(nvrtc.KernelError):
+        load()
+    assert len(compiled) == 1
+    assert len(texts) == 1
+    assert not nvrtc._compiled
+    with pytest.raises(nvrtc.KernelError):
+        load(BLOCK=16)  # not noted before
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 16, 100, 8192])
+def test_typical_lengths_cover_the_range(max_rows: int) -> None:
+    lengths = typical_lengths(max_rows)
+    assert lengths == sorted(set(lengths))
+    assert lengths[-1] == max_rows
+    assert lengths[0] > 0
+    for rows in range(16, max_rows + 1, max(1, max_rows // 50)):
+        above = next(length for length in lengths if length >= rows)
+        assert above < 2 * rows + 2
+    assert max_rows < 32 or any(length % 16 for length in lengths)
+
+
+def test_null_prompt() -> None:
+    prompt = null_prompt(300, 150)
+    assert (prompt.num_rows, prompt.block_table, prompt.state_slot) == (300, (0, 0, 0), 0)
+    assert (prompt.start, prompt.num_sampled, prompt.is_prefill, prompt.decoder_floor) == (0, 1, True, 150)
