@@ -4,8 +4,8 @@
 
 Every sequence has a prompt of random tokens; then all decode. ``wall`` is the median time between steps as a caller
 sees them, ``gpu`` the union of kernel time of a step by the profiler, ``phases`` what scheduling, batches, launches
-and commits take by the engine's own clocks, and waiting for results; ``host`` is the wall time of which nothing was
-waited for (mean of the timed steps). ``launches`` counts, per step,
+and commits take by the engine's own clocks, and waiting for results; ``host`` is the wall time less that (mean of the
+timed steps; none where steps are not chained, whose waiting is not told apart). ``launches`` counts, per step,
 what the host hands to the driver: replays of graphs, single kernels, copies and fills, and waits. With ``--drafts`` a
 step verifies that many drafts per sequence and makes new ones; ``tokens_per_step`` says how many stand, which for
 dummy weights is little more than one.
@@ -141,7 +141,7 @@ def measure(
         walls.append(1e3 * (now - last))
         last = now
     phases = {name: 1e3 * seconds / steps for name, seconds in engine.timer.seconds.items()}
-    host_ms = statistics.mean(walls) - phases.get("wait", 0.0)
+    host_ms = statistics.mean(walls) - phases["wait"] if "wait" in phases else None
     num_tokens = _num_tokens(engine, names) - num_before
     gpu_ms, calls, kernels = gpu_work(engine.run_step, 10)
     for name in names:

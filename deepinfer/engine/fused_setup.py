@@ -73,8 +73,9 @@ def step_shape(config: EngineConfig) -> StepShape:
 
 
 def samples_in_graphs(config: EngineConfig) -> bool:
-    """Whether sampler and acceptance are graphs where the forward is one."""
-    return config.speculation.sampler != "rejection" or not config.speculation.num_tokens
+    """Whether sampler and acceptance are graphs where the forward is one: of chained steps, without distributions."""
+    is_chained = config.scheduler.pipeline_depth > 1
+    return is_chained and (config.speculation.sampler != "rejection" or not config.speculation.num_tokens)
 
 
 def captured_sizes(config: EngineConfig) -> tuple[list[int], list[int]]:

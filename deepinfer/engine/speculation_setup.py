@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.fused_setup import samples_in_graphs
 from deepinfer.messages import Chunk, StepPlan
 from deepinfer.models.dspark import DSpark
 from deepinfer.platforms.selection import select_platform
@@ -53,14 +54,12 @@ def build_worker(config: EngineConfig, runner: ModelRunner, slots: SlotState) ->
     drafter = None
     if runner.draft is not None:
         drafter = _build_drafter(runner, num_drafts, confidence_temperatures(config), draft_sampler, banned)
-    sample_step = _build_sample_step(runner, banned) if isinstance(verifier, GumbelVerifier) else None
+    sample_step = _build_sample_step(runner, banned) if runner.graph_sizes and samples_in_graphs(config) else None
     return Worker(runner, verifier, SamplingBatchBuilder(vocab, device=device), slots, drafter, sample_step)
 
 
-def _build_sample_step(runner: ModelRunner, banned: Sequence[int]) -> SampleStep | None:
-    """None where no forward is a graph."""
-    if not runner.graph_sizes:
-        return None
+def _build_sample_step(runner: ModelRunner, banned: Sequence[int]) -> SampleStep:
+    """For a runner whose forwards are graphs."""
     from deepinfer.sampling.device_choice import DeviceChoice
     from deepinfer.worker.fused_runner import FusedRunner
     from deepinfer.worker.sample_step import SampleStep

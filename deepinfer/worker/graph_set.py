@@ -34,6 +34,8 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._side: torch.cuda.Stream | None = None
+        """For warm-ups: the same one, since libraries keep a workspace for each stream."""
 
     def capture(self, run: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
         """Capture the launches of ``run``, which reads nothing back and changes no state that a step relies on.
@@ -44,7 +46,9 @@ class GraphPool:
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream()
-        side = torch.cuda.Stream()
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        side = self._side
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):

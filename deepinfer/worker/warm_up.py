@@ -9,13 +9,13 @@ _SHORTEST = 16
 
 
 def typical_lengths(max_rows: int) -> list[int]:
-    """Powers of two from 16 on, one less than each, and ``max_rows``, above which there is none.
+    """Powers of two from 16 on and one and a half times as much, one less than each, and ``max_rows``, the largest.
 
-    A prompt's length chooses among kernels at powers of two or near them, and Triton compiles apart for multiples of 16
-    and other numbers.
+    A prompt's length chooses among kernels at such numbers, and Triton compiles apart for multiples of 16 and others.
     """
-    powers = [2**power for power in range(max_rows.bit_length()) if _SHORTEST <= 2**power <= max_rows]
-    return sorted({max_rows, *powers, *(power - 1 for power in powers)})
+    steps = [step for power in range(max_rows.bit_length()) for step in (2**power, 3 * 2**power // 2)]
+    reached = [step for step in steps if _SHORTEST <= step <= max_rows]
+    return sorted({max_rows, *reached, *(step - 1 for step in reached)})
 
 
 def null_prompt(num_rows: int, decoder_floor: int = 0) -> Chunk:

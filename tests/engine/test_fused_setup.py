@@ -106,6 +106,8 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     assert uneven["logits and their copy"].num_bytes == (100 + 128) * text.vocab_size * 4
     rejecting = step_shape(on_nvidia(tiny_path, sampler="rejection", **arguments))
     assert (rejecting.num_graphs, rejecting.max_graph_samples) == (len(decoding), 0)
+    waiting = step_shape(on_nvidia(tiny_path, async_scheduling=False, **arguments))
+    assert (waiting.num_graphs, waiting.max_graph_samples) == (len(decoding) + len(drafting), 0)
     with pytest.raises(ConfigError, match="cuda_graphs"):
         on_nvidia(tiny_path, cuda_graphs="sometimes")
 
