@@ -214,6 +214,63 @@ def test_graph_equals_launches_for_the_draft(path: Path, monkeypatch: pytest.Mon
             assert one.isfinite().all()
 
 
+@pytest.mark.parametrize("speculates", [False, True])
+def test_graph_equals_launches_for_the_sampler(path: Path, monkeypatch: pytest.MonkeyPatch, speculates: bool) -> None:
+    """Of every batch from 1 to 5 sequences, padded or not, with mixed settings: bit for bit."""
+    engine = speculating(path) if speculates else nvidia(path)
+    step = engine.worker.sample_step
+    assert step is not None
+    sample, counts = step.sample, []
+
+    def checked(sampling: Any) -> Any:
+        found = sample(sampling)
+        assert found is not None
+        verified, sampled = found
+        count, rows = len(sampling.chunks), sampling.num_rows
+        before = [each.clone() for each in (verified.token_ids, verified.num_accepted, verified.is_bad, *sampled)]
+        state = [getattr(engine.runner.device_tokens, name).clone() for name in ("newest", "next_position")]
+        again = step.run(sampling.step.result.graph_size)  # the inputs are still filled in
+        parts = again.token_ids[:count], again.num_accepted[:count], again.is_bad[:count]
+        after = *parts, again.positions[:rows], again.firsts[:count], again.drafts[:count]
+        for one, other in zip(before, after, strict=True):
+            assert torch.equal(one, other)
+        for name, one in zip(("newest", "next_position"), state, strict=True):
+            assert torch.equal(getattr(engine.runner.device_tokens, name)[1:], one[1:]), name
+        counts.append(count)
+        return found
+
+    monkeypatch.setattr(step, "sample", checked)
+    for number in range(5):
+        values: dict[str, Any] = {"temperature": (0.0, 1.0, 2.0)[number % 3], "top_p": (1.0, 0.8)[number % 2]}
+        params = SamplingParams(max_tokens=6 + 3 * number, seq_seed=number, ignore_eos=True, **values)
+        engine.add_request(random_ids(5 + 9 * number, seed=number), params)
+        engine.step()
+    while engine.has_work():
+        assert not any(output.error for output in engine.step())
+    assert set(counts) == {1, 2, 3, 4, 5}
+
+
+def test_no_request_waits_for_a_compiler(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What prompts and decoding launch is there when the engine is."""
+    from triton.runtime.jit import JITFunction
+
+    from deepinfer.kernels import nvrtc
+
+    engine = nvidia(path)
+    compiled, compile_one = [], JITFunction._do_compile
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        compiled.append(self.fn.__name__)
+        return compile_one(self, *arguments)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", noted)
+    loaded = nvrtc._load.cache_info().misses
+    for length in (5, 37, 100, 250):
+        greedy(engine, random_ids(length), 4)
+    assert nvrtc._load.cache_info().misses == loaded
+    assert not compiled
+
+
 def test_chained_steps_with_drafts_are_those_that_wait(path: Path) -> None:
     """The same outputs to the last log-probability, and most steps are launched before the one before is read."""
     cases = random_cases(14, seed=8)
@@ -227,6 +284,10 @@ def test_chained_steps_with_drafts_are_those_that_wait(path: Path) -> None:
     assert len(free) > 4
     assert run_crowd(engine, free, seed=4) == wanted
     assert not waits
+    plain = [case for case in free if case.params.logprobs is None]
+    num_replays = engine.worker.sample_step.graphs.num_replays  # type: ignore[union-attr]
+    run_crowd(engine, plain or cases[:0], seed=5)
+    assert not plain or engine.worker.sample_step.graphs.num_replays > num_replays + 3  # type: ignore[union-attr]
 
 
 def test_following_drafts_are_those_behind_the_host(path: Path) -> None:
@@ -246,10 +307,11 @@ def test_a_failed_capture_still_serves(
     """A wait inside a capture invalidates it. That size is launched, others are captured, nothing else is hurt."""
     from deepinfer.models.fused_dspark import FusedDSpark
     from deepinfer.worker.fused_runner import FusedRunner
+    from deepinfer.worker.sample_step import SampleStep
 
     prompts = [random_ids(10 + 7 * number, seed=number) for number in range(3)]
     expected = [greedy(speculating(path, batch_invariant=True), prompt, 16) for prompt in prompts]
-    forward, draft = FusedRunner.forward, FusedDSpark.draft
+    forward, draft, sample = FusedRunner.forward, FusedDSpark.draft, SampleStep.run
 
     def breaking(self: Any, step: Any) -> Any:
         if torch.cuda.is_current_stream_capturing() and step.rows.num_rows == 8:
@@ -261,6 +323,12 @@ def test_a_failed_capture_still_serves(
             newest.sum().item()
         return draft(self, newest, *more)
 
+    def breaking_sample(self: Any, size: int) -> Any:
+        if torch.cuda.is_current_stream_capturing() and size == 32:
+            torch.cuda.synchronize()
+        return sample(self, size)
+
+    monkeypatch.setattr(SampleStep, "run", breaking_sample)
     monkeypatch.setattr(FusedRunner, "forward", breaking)
     monkeypatch.setattr(FusedDSpark, "draft", breaking_draft)
     engine = speculating(path, batch_invariant=True, cuda_graphs=mode)
@@ -280,7 +348,10 @@ def test_a_failed_capture_still_serves(
         return
     assert sum("backbone for size 8" in line for line in told) == 1  # five rows of a sequence are padded to eight
     assert sum("draft for size 1" in line for line in told) == 1
-    assert len(told) == 2
+    at_start = mode == "startup"  # no step has so many rows
+    assert sum("sampler for size 32" in line for line in told) == at_start
+    assert len(told) == 2 + at_start  # nobody tries the sampler of size 8, behind no forward
+    assert engine.worker.sample_step.graphs.num_replays > 5  # type: ignore[union-attr]
     assert engine.worker.drafter.step.graphs.num_replays > 5  # type: ignore[union-attr]
     assert engine.runner.graphs.graphs.num_replays > 5  # type: ignore[attr-defined]
     torch.rand(3, device="cuda").sum().item()  # torch's own state is back, too
