@@ -154,7 +154,8 @@ def build_engine(
     scheduler = Scheduler(config.scheduler, pool, StateSlots(num_slots), history_len, prefix)
     worker = build_worker(config, runner, SlotState(num_slots, num_drafts, history_len))
     if config.device.graphs == "startup":
-        worker.prepare(config.scheduler.max_num_batched_tokens, progress)
+        limits = config.scheduler
+        worker.prepare(limits.max_num_batched_tokens, limits.decoder_keep_tokens, progress)
         runner.timer.reset()
     planner = None
     if num_drafts and config.speculation.stops_where_it_does_not_pay:

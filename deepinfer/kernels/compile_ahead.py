@@ -23,24 +23,24 @@ from deepinfer.kernels import nvrtc
 
 
 @contextmanager
-def compiling(show_progress: bool = False) -> Iterator[None]:
+def compiling(name: str, show_progress: bool = False) -> Iterator[None]:
     """Launches of this thread are noted instead of run. A kernel that does not compile is left to its first launch.
 
     Args:
-        show_progress: a bar while the threads compile.
+        name: of the bar that shows, with ``show_progress``, how far the threads are.
     """
     futures: list[Future[Any]] = []
     with (
         ThreadPoolExecutor(os.cpu_count() or 1) as pool,
-        _triton_only_compiles(pool, futures, show_progress),
+        _triton_only_compiles(pool, futures, name if show_progress else None),
         nvrtc.noting(lambda compilation: futures.append(pool.submit(compilation))),
     ):
         yield
 
 
 @contextmanager
-def _triton_only_compiles(pool: ThreadPoolExecutor, futures: list[Future[Any]], show_progress: bool) -> Iterator[None]:
-    """Triton's mode for this waits for its own compilations at the end; that for ``futures`` comes before."""
+def _triton_only_compiles(pool: ThreadPoolExecutor, futures: list[Future[Any]], bar: str | None) -> Iterator[None]:
+    """Triton's mode for this waits for its own compilations at the end; that for ``futures``, too, comes before."""
     run, owner = JITFunction.run, threading.get_ident()
 
     def noted(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -54,5 +54,5 @@ def _triton_only_compiles(pool: ThreadPoolExecutor, futures: list[Future[Any]], 
         finally:
             JITFunction.run = run
         every = [*futures, *mode.raw_futures]
-        for _ in tqdm(as_completed(every), total=len(every), desc="kernels", disable=not show_progress):
+        for _ in tqdm(as_completed(every), total=len(every), desc=bar, disable=bar is None):
             pass

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model import TextConfig
+from deepinfer.kernels.compile_ahead import compiling
 from deepinfer.layers.caches import CacheGeometry
 from deepinfer.layers.fused.device_rows import RowExpander, fits_spare_room
 from deepinfer.layers.fused.step import FusedCut, FusedStep
@@ -24,7 +25,6 @@ from deepinfer.worker.device_tokens import DeviceTokens
 from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.model_runner import ModelRunner, StepResult
 from deepinfer.worker.ragged_rows import RaggedRows
-from deepinfer.worker.warm_up import null_prompt, typical_lengths
 
 
 class FusedRunner(ModelRunner):
@@ -110,19 +110,18 @@ class FusedRunner(ModelRunner):
             return None
         return self.move(ngram_ids(chunks, rows, ids, self.ngram_size).astype(np.int32))
 
-    def compile_kernels(self, max_rows: int, show_progress: bool) -> None:
-        """Compile what steps of up to ``max_rows`` rows launch: those of the graphs, and prompts of typical lengths."""
-        from deepinfer.kernels.compile_ahead import compiling
-
+    def compile_kernels(self, prompts: Sequence[Chunk], show_progress: bool) -> None:
+        """Compile what the graphs and steps of these prompts launch."""
         graphs, self.graphs = self.graphs, None  # captures would be empty
         try:
-            with compiling(show_progress), torch.inference_mode():
+            with compiling("kernels", show_progress), torch.inference_mode():
                 for size in self.graph_sizes:
                     assert graphs is not None
                     graphs.launch(size)
-                for rows in typical_lengths(max_rows):
-                    for floor in (0, rows // 2):
-                        self.run(StepPlan(0, (null_prompt(rows, floor),))).sample_logits()
+                for prompt in prompts:
+                    result = self.run(StepPlan(0, (prompt,)))
+                    if prompt.num_sampled:
+                        result.sample_logits()
         finally:
             self.graphs = graphs
 

@@ -118,8 +118,8 @@ class ModelRunner:
         self.checkpoints.save(plan.saves)
         return StepResult(self.model, trunk, read_mix, batch.sample_rows)
 
-    def compile_kernels(self, max_rows: int, show_progress: bool) -> None:
-        """Compile what steps of up to ``max_rows`` rows launch, before the first of them; here everything is there."""
+    def compile_kernels(self, prompts: Sequence[Chunk], show_progress: bool) -> None:
+        """Compile what steps launch, before the first of them; here everything is there."""
 
     def capture_graphs(self, show_progress: bool) -> None:
         """Capture what can be replayed, largest first; here nothing can."""

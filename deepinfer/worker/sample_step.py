@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import device_tokens as kernels
+from deepinfer.kernels.compile_ahead import compiling
 from deepinfer.kernels.sampling.verification import accept_prefix
 from deepinfer.sampling.device_choice import DeviceChoice
 from deepinfer.sampling.row_parameters import RowParameters
@@ -69,6 +70,14 @@ class SampleStep:
             runner.graph_pool,
             self._forwards.graphs.is_captured,
         )
+
+    def prepare(self, show_progress: bool) -> None:
+        """Compile what :meth:`run` launches, and capture it, for all sizes that have a forward."""
+        with torch.inference_mode():
+            with compiling("kernels of the sampler", show_progress):
+                for size in filter(self._forwards.graphs.is_captured, self.graphs.sizes):
+                    self.run(size)
+            self.graphs.capture_all(show_progress)
 
     def takes(self, sampling: Sampling) -> bool:
         """Whether a graph can sample these rows: what their requests ask for is in :class:`RowParameters`."""

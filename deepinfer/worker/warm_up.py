@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from deepinfer.layers.caches import BLOCK_TOKENS
 from deepinfer.messages import Chunk
 
@@ -18,7 +20,20 @@ def typical_lengths(max_rows: int) -> list[int]:
     return sorted({max_rows, *reached, *(step - 1 for step in reached)})
 
 
-def null_prompt(num_rows: int, decoder_floor: int = 0) -> Chunk:
-    """A whole prompt, its last row sampled, in the slot and the block that no sequence uses."""
+def null_prompt(num_rows: int, decoder_keep: int = 0) -> Chunk:
+    """A whole prompt, its last row sampled, in the slot and the block that no sequence uses.
+
+    Args:
+        decoder_keep: rows that the decoder layers run on; 0: all.
+    """
     blocks = (0,) * -(-num_rows // BLOCK_TOKENS)
-    return Chunk("", 0, (0,) * num_rows, (), blocks, 0, 1, True, decoder_floor=decoder_floor)
+    floor = max(0, num_rows - decoder_keep) if decoder_keep else 0
+    return Chunk("", 0, (0,) * num_rows, (), blocks, 0, 1, True, decoder_floor=floor)
+
+
+def null_prompts(max_rows: int, decoder_keep: int) -> list[Chunk]:
+    """Prompts of :func:`typical_lengths`, and the first part of one that is longer than a step."""
+    prompts = [null_prompt(num_rows, decoder_keep) for num_rows in typical_lengths(max_rows)]
+    if decoder_keep:
+        prompts.append(replace(prompts[-1], num_sampled=0, decoder_floor=2 * max_rows))
+    return prompts

@@ -24,7 +24,7 @@ from deepinfer.worker.slot_state import SlotState
 from deepinfer.worker.step_results import Launched, RowOwner, SequenceTokens, StepTimes, StepTokens
 from deepinfer.worker.step_verifier import Sampling, StepVerifier
 from deepinfer.worker.unread import UnreadDrafts, UnreadStep, UnreadTokens
-from deepinfer.worker.warm_up import null_prompt
+from deepinfer.worker.warm_up import null_prompt, null_prompts
 
 if TYPE_CHECKING:
     from deepinfer.worker.sample_step import SampleStep  # imports Triton
@@ -67,23 +67,22 @@ class Worker:
         if self.drafter is not None:
             self.drafter.close()
 
-    def prepare(self, max_rows: int, show_progress: bool) -> None:
+    def prepare(self, max_rows: int, decoder_keep: int, show_progress: bool) -> None:
         """Compile kernels, capture the graphs of all sizes and run two prompts, so that no request waits for that.
 
         Args:
-            max_rows: of a step.
+            max_rows: of a step. decoder_keep: rows of a prompt that the decoder layers run on; 0: all.
         """
         if self.runner.device_tokens is None:
             return
-        self.runner.compile_kernels(max_rows, show_progress)
+        self.runner.compile_kernels(null_prompts(max_rows, decoder_keep), show_progress)
         self.runner.capture_graphs(show_progress)
         if self.sample_step is not None:
-            with torch.inference_mode():
-                self.sample_step.graphs.capture_all(show_progress)
+            self.sample_step.prepare(show_progress)
         if self.drafter is not None:
             self.drafter.capture_graphs(show_progress)
         for num_rows in sorted({min(48, max_rows), max_rows}):
-            plan = StepPlan(0, (null_prompt(num_rows, num_rows // 2),))
+            plan = StepPlan(0, (null_prompt(num_rows, decoder_keep),))
             owner = RowOwner(SamplingState(SamplingParams(), [0], vocab_size=self.runner.config.vocab_size))
             self.read(self.sample_unread(self.launch(plan), [owner]))
         self._end = None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepinfer.kernels import nvrtc
-from deepinfer.worker.warm_up import null_prompt, typical_lengths
+from deepinfer.worker.warm_up import null_prompt, null_prompts, typical_lengths
 
 DEFINES = {"GATHER": 0, "LINES": 1, "BLOCK": 8, "EXPERTS": 2}
 DEVICE = torch.device("cuda", 0)
@@ -106,7 +106,14 @@ def test_typical_lengths_cover_the_range(max_rows: int) -> None:
     assert max_rows < 32 or any(length % 16 for length in lengths)
 
 
-def test_null_prompt() -> None:
-    prompt = null_prompt(300, 150)
+def test_null_prompts() -> None:
+    prompt = null_prompt(300)
     assert (prompt.num_rows, prompt.block_table, prompt.state_slot) == (300, (0, 0, 0), 0)
-    assert (prompt.start, prompt.num_sampled, prompt.is_prefill, prompt.decoder_floor) == (0, 1, True, 150)
+    assert (prompt.start, prompt.num_sampled, prompt.is_prefill, prompt.decoder_floor) == (0, 1, True, 0)
+    assert [null_prompt(rows, 150).decoder_floor for rows in (100, 150, 300)] == [0, 0, 150]
+    assert all(not prompt.decoder_floor and prompt.num_sampled for prompt in null_prompts(500, 0))
+    *whole, first_part = null_prompts(500, 150)
+    assert [prompt.num_rows for prompt in whole] == typical_lengths(500)
+    assert whole[-1].decoder_floor == 350
+    assert (first_part.num_rows, first_part.num_sampled) == (500, 0)
+    assert first_part.decoder_floor > first_part.end
