@@ -75,10 +75,12 @@ class Tile:
         return triton.cdiv(hidden, self.columns)
 
     def row_tiles_for(self, rows: int, hidden: int) -> int:
-        """``row_tiles``, or as many as still leave a few programs for every multiprocessor."""
+        """``row_tiles``, or as many as still leave a few programs for every multiprocessor: a power of two, since it is
+        a constant of the kernel, which must not be compiled anew for every length of a prompt."""
         if self.row_tiles:
             return self.row_tiles
-        return max(1, triton.cdiv(rows, TILE_ROWS) * self.num_slices(hidden) // 400)
+        most = triton.cdiv(rows, TILE_ROWS) * self.num_slices(hidden) // 400
+        return 1 << max(0, most.bit_length() - 1)
 
 
 DEFAULT_TILE = Tile()

@@ -51,10 +51,15 @@ def max_blocks(num_pairs: int, num_experts: int, block: int) -> int:
 
 
 def new_blocks(num_pairs: int, num_experts: int, block: int, device: torch.device) -> ExpertBlocks:
-    """Room for the order of ``num_pairs`` pairs; the kernels write all of it that is defined."""
+    """Room for the order of ``num_pairs`` pairs; the kernels write all of it that is defined.
+
+    Every array begins at a multiple of 16 bytes: Triton compiles what reads them anew for other addresses.
+    """
     blocks = max_blocks(num_pairs, num_experts, block)
     sizes = [blocks * block, blocks, 1, num_experts + 1, num_pairs]
-    return ExpertBlocks(block, num_pairs, *torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes))
+    rooms = [-(-size // 4) * 4 for size in sizes]
+    parts = torch.empty(sum(rooms), dtype=torch.int32, device=device).split(rooms)
+    return ExpertBlocks(block, num_pairs, *(part[:size] for part, size in zip(parts, sizes, strict=True)))
 
 
 MAX_LANES = 1024
