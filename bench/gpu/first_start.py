@@ -2,8 +2,8 @@
 
     python bench/gpu/first_start.py [--max-num-seqs 64] [--drafts 5] [--json FILE]
 
-The layer slice of true width with dummy weights (``engine_steps.py``). Kernels are compiled into empty folders; ``compiled``
-counts those that a prompt had to wait for, by name.
+The layer slice of true width with dummy weights (``engine_steps.py``). Kernels are compiled into empty folders;
+``compiled`` counts those that a prompt had to wait for, by name.
 """
 
 from __future__ import annotations
