@@ -31,8 +31,9 @@ PLANS: tuple[tuple[int, Plan, Plan], ...] = (
 
 Fastest on an H200 (``bench/gpu/check_experts.py``), both products in microseconds, reading at 4.4 TB/s from 32 to 256
 rows: 37 for 1 row, 206 for 8, 658 for 32, 1,037 for 64, 1,445 for 128, 1,618 for 256. With blocks of 16 pairs a layer
-of 384 rows takes 84 us less than with blocks of 8; with 320 rows both are as fast (``bench/results/h200_router.json``).
-For 512 rows they take 2,010, even without leaving out the empty second halves; the kernels for many 2,254."""
+of 384 rows takes 60 to 90 us more than with blocks of 8 in the first quarter second, and the same under lasting load
+(``bench/results/h200_lasting_load_verify.json``).
+For 512 rows those of 16 take 2,010, even without leaving out the empty second halves; the kernels for many 2,254."""
 
 MIN_FP8_PAIRS = 48
 """Fewest pairs per expert for which the FP8 tensor cores are faster, with gather and sum, 384 experts of the released
