@@ -45,16 +45,19 @@ def _kept(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device,
     return to_device(np.frombuffer(data, dtype).reshape(shape).copy(), device)
 
 
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32, torch.bool: np.bool_}
+
+
 def pinned_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """:func:`pinned_copy` of each; in one copy, if they are contiguous parts of one storage."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    if len(storages) != 1 or not all(tensor.is_contiguous() for tensor in tensors):
+    if len(storages) != 1 or not all(tensor.is_contiguous() and tensor.dtype in _NUMPY for tensor in tensors):
         return [pinned_copy(tensor) for tensor in tensors]
     whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(tensors[0].untyped_storage())
-    on_host = pinned_copy(whole)
+    on_host = pinned_copy(whole).numpy()  # whose views cost less than a tensor's; they keep the memory, too
     begins = [tensor.storage_offset() * tensor.itemsize for tensor in tensors]
     return [
-        on_host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        torch.from_numpy(on_host[begin : begin + tensor.nbytes].view(_NUMPY[tensor.dtype]).reshape(tensor.shape))
         for begin, tensor in zip(begins, tensors, strict=True)
     ]
 
