@@ -243,6 +243,11 @@ def load_kernel(
 _noting = threading.local()
 
 
+def is_noting() -> bool:
+    """Whether this thread is inside :func:`noting`: what kernels should have written is whatever memory holds."""
+    return getattr(_noting, "note", None) is not None
+
+
 class _Unlaunched(Kernel):
     """What :func:`load_kernel` gives inside :func:`noting`."""
 

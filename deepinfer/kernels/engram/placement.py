@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deepinfer.kernels import nvrtc
 from deepinfer.kernels.engram.gather import NgramHash, dequantize_table_rows, engram_gather, engram_row_numbers
 
 
@@ -121,6 +122,11 @@ class MappedTable:
     def begin(self, ngram_ids: Tensor) -> None:
         self._num_rows = ngram_ids.shape[0]
         numbers = engram_row_numbers(ngram_ids, self._constants).view(-1)
+        if nvrtc.is_noting():  # nobody computed the numbers: there are no such rows
+            self._dequantize(numbers.numel())
+            self._pending = Future()
+            self._pending.set_result(None)
+            return
         host = self._host_numbers[: numbers.numel()]
         known: torch.cuda.Event | None = None
         if self._stream is None:
@@ -157,10 +163,12 @@ class MappedTable:
             self._to_device(count)
 
     def _to_device(self, count: int) -> None:
-        codes, scales = self._codes[:count], self._scales[:count]
-        codes.copy_(self._host_codes[:count], non_blocking=True)
-        scales.copy_(self._host_scales[:count], non_blocking=True)
-        dequantize_table_rows(codes, scales, self._buffer[: self._num_rows])
+        self._codes[:count].copy_(self._host_codes[:count], non_blocking=True)
+        self._scales[:count].copy_(self._host_scales[:count], non_blocking=True)
+        self._dequantize(count)
+
+    def _dequantize(self, count: int) -> None:
+        dequantize_table_rows(self._codes[:count], self._scales[:count], self._buffer[: self._num_rows])
 
 
 def pinned_bytes(rows: int, width: int) -> Tensor:

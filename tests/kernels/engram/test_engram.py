@@ -10,6 +10,7 @@ import torch
 from deepinfer.checkpoint import DummyCheckpoint, tiny_config
 from deepinfer.checkpoint.codecs import dequantize_table_rows as reference_values
 from deepinfer.config.engram_hashing import engram_multipliers, engram_primes
+from deepinfer.kernels import nvrtc
 from deepinfer.kernels.engram.gate import engram_gate
 from deepinfer.kernels.engram.gather import NgramHash, dequantize_table_rows, engram_gather, engram_row_numbers
 from deepinfer.kernels.engram.placement import DeviceTable, MappedTable, PinnedTable, pinned_bytes
@@ -109,6 +110,27 @@ def test_placements_give_the_same_rows(device, placement):
         placed.begin(ids)
         expected = table.gather_dequantized(expected_numbers(ids, constants).flatten().cpu(), torch.bfloat16)
         assert torch.equal(placed.rows().cpu(), expected.view(rows, -1))
+
+
+def test_a_mapped_table_is_not_asked_for_rows_that_nobody_computed(device):
+    """While launches are only noted, row numbers are whatever memory holds."""
+
+    class Table:
+        width, asked = 32, 0
+
+        def gather(self, ids):
+            self.asked += 1
+            return torch.ones(len(ids), 32, dtype=torch.uint8), torch.full((len(ids), 1), 127, dtype=torch.uint8)
+
+    table, constants = Table(), make_hash(device, 2)
+    placed = MappedTable(table, constants, 9)
+    with nvrtc.noting(lambda compilation: None):
+        placed.begin(make_ids(device, 5))
+        assert placed.rows().shape == (5, constants.num_columns * 32)
+    assert table.asked == 0
+    placed.begin(make_ids(device, 3))
+    assert placed.rows().shape[0] == 3
+    assert table.asked == 1
 
 
 @pytest.mark.parametrize(("rows", "streams", "hidden"), [(1, 4, 256), (5, 2, 96), (3, 4, 5120)])
