@@ -98,6 +98,8 @@ def run(product: GroupedSkinny, x: Tensor, experts: Tensor, plan: Plan, **more: 
         (9, 2, 4, (64, 640), Plan(1, 4, 3)),
         (40, 1, 3, (192, 384), Plan(2, 2, 2)),
         (3, 2, 2, (640, 128), Plan(1, 1, 4)),
+        (2, 3, 4, (192, 640), Plan(1, 3, 2, 12, evict_first=True)),
+        (30, 2, 3, (320, 256), Plan(1, 1, 2, 20)),
     ],
 )
 def test_exact_sums_give_the_reference_bits(rows, top, experts, shape, plan):
