@@ -62,6 +62,25 @@ def test_preempted_and_aborted(path: Path) -> None:
     engine.check()
 
 
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_prompts_of_the_start_leave_no_trace(path: Path, drafts: int) -> None:
+    """They run in the slot and the block that no sequence uses."""
+    arguments = {"num_speculative_tokens": drafts, "adaptive_verification": False}
+    cases = random_cases(8, seed=6)
+    expected = run_crowd(make_engine(path, async_scheduling=False, **arguments), cases, seed=1)
+    engine = make_engine(path, **arguments)
+    chain = Chain(engine)
+    assert chain.num_open == 0
+    forwards: list[int] = []
+    run = engine.runner.run
+    engine.runner.run = lambda plan: forwards.append(plan.num_rows) or run(plan)  # type: ignore[method-assign, func-returns-value]
+    engine.worker.prepare(300, 0, show_progress=False)
+    assert forwards == [48, 300]
+    engine.check()
+    assert run_crowd(engine, cases, seed=2) == expected
+    engine.check()
+
+
 def _once(function: Any, error: BaseException, call: int) -> Any:
     """``function``, but its call number ``call`` raises."""
     calls = 0
