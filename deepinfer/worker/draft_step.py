@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.kernels import nvrtc
+from deepinfer.kernels.compile_ahead import compiling
 from deepinfer.layers.fused.draft_rows import DraftExpander
 from deepinfer.sampling.device_choice import DeviceChoice
 from deepinfer.sampling.row_parameters import RowParameters
@@ -63,6 +65,17 @@ class DraftStep:
         self.graphs: GraphSet[FollowingDrafts] | None = None
         if runner.draft_sizes:
             self.graphs = GraphSet("the draft", runner.draft_sizes, self.run, self._clear, runner.graph_pool)
+
+    def prepare(self, show_progress: bool) -> None:
+        """Compile what :meth:`run` launches, and capture it, for all sizes."""
+        if self.graphs is None:
+            return
+        with torch.inference_mode():
+            with compiling("kernels of the draft", show_progress):
+                for size in self.graphs.sizes:
+                    self._clear(size)
+                    self.run(size)
+            self.graphs.capture_all(show_progress)
 
     def set_parameters(self, parameters: RowParameters) -> None:
         """What the requests ask of their tokens, in their order; it stays until it is set again."""
@@ -124,7 +137,8 @@ class DraftStep:
         def draw(logits: Tensor, slot: int) -> Tensor:
             if choose is not None:
                 return choose(logits, positions[slot], slot)
-            return self._choice.draw(logits.contiguous(), parameters, positions[slot])[0]
+            drawn = self._choice.draw(logits.contiguous(), parameters, positions[slot])[0]
+            return torch.zeros_like(drawn) if nvrtc.is_noting() else drawn  # an embedding is looked up with them
 
         rows = self._expander.expand(anchors.to(torch.int32), table[DraftColumn.FLOOR], table[DraftColumn.SLOT])
         proposal = self._model.draft(newest, self._num_drafts, rows, self._runner.caches, draw)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from deepinfer.sampling.batch import SamplingBatchBuilder
@@ -48,9 +47,7 @@ class FusedDrafter(Drafter):
         self._members: tuple[int, ...] = ()
 
     def capture_graphs(self, show_progress: bool) -> None:
-        if self.step.graphs is not None:
-            with torch.inference_mode():
-                self.step.graphs.capture_all(show_progress)
+        self.step.prepare(show_progress)
 
     def can_follow(self, owners: Sequence[SamplingState], grammars: Sequence[GrammarMatcher | None]) -> bool:
         return all(owner.ignores_output for owner in owners) and all(grammar is None for grammar in grammars)

@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 from deepinfer.checkpoint.device_loader import DeviceLoader
 from deepinfer.checkpoint.reader import open_checkpoint
 from deepinfer.messages import Chunk, StepPlan
+from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.warm_up import null_prompts
 from tests.engine.support import chunk_of, make_checkpoint, make_engine, random_ids
 from tests.worker.launch_recorder import Recorder
@@ -34,9 +35,17 @@ BLOCKS = tuple(range(1, 25))
 Key = tuple[str, tuple[Any, ...]]
 
 
+LENGTHS = (9, 17, 30, 50, 70, 100, 129, 170, 200, 250, 300, 350, 400, 500, 520, 531, 600, 660, 700, 1100, 2501)
+SIZES = (1, 4, 16)
+
+
 @contextmanager
-def nothing(name: str, show_progress: bool) -> Iterator[None]:
-    yield
+def only_noting(name: str, show_progress: bool) -> Iterator[None]:
+    """In the place of ``compiling``, without compiling."""
+    from deepinfer.kernels import nvrtc
+
+    with nvrtc.noting(lambda compilation: None):
+        yield
 
 
 @contextmanager
@@ -79,20 +88,22 @@ def triton_key(kernel: Any, values: tuple[Any, ...], named: dict[str, Any]) -> K
     return kernel.fn.__name__, tuple(found)
 
 
-@pytest.mark.parametrize("keep", [0, 100])
-def test_prompts_launch_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+@contextmanager
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int = 0) -> Iterator[tuple[Any, set[Key]]]:
+    """A runner with graphs to capture whose launches do nothing, and what they were of."""
     from triton.runtime import interpreter
 
     from deepinfer.kernels import nvrtc
-    from deepinfer.models.fused_loading import load_fused
-    from deepinfer.worker import fused_runner
+    from deepinfer.models.fused_loading import load_fused, load_fused_draft
+    from deepinfer.worker import draft_step, fused_runner, sample_step
 
     path = make_checkpoint(tmp_path / "model", max_position_embeddings=4096, **WIDTHS)
     engine = make_engine(path, num_speculative_tokens=0, num_blocks=250, max_num_seqs=64, max_model_len=3000)
-    monkeypatch.setattr(fused_runner, "compiling", nothing)
+    for module in (fused_runner, sample_step, draft_step):
+        monkeypatch.setattr(module, "compiling", only_noting)
     monkeypatch.setattr("deepinfer.kernels.moe.experts_hopper.is_usable", lambda *_: True)
     recorder = Recorder()
-    with recorder.installed(monkeypatch):
+    with recorder.installed(monkeypatch), monkeypatch.context() as patch:  # undone before what the recorder set
         load_kernel, loaded = nvrtc.load_kernel, set[Key]()
 
         def noted(source: str, entry: str, defines: dict[str, int], *more: Any, **named: Any) -> Any:
@@ -102,67 +113,90 @@ def test_prompts_launch_what_was_compiled(tmp_path: Path, monkeypatch: pytest.Mo
         def launcher(kernel: Any, _: object) -> Any:
             return lambda *values, **named: loaded.add(triton_key(kernel, values, named))
 
-        monkeypatch.setattr(nvrtc, "load_kernel", noted)
-        monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", launcher)
-        loader = DeviceLoader(open_checkpoint(path, parts=("text",), config=engine.model_config), torch.device("cpu"))
-        model = load_fused(engine.model_config, loader, torch.device("cpu"), precision="faithful", max_rows=4096)
-        geometry = engine.runner.caches.geometry
+        patch.setattr(nvrtc, "load_kernel", noted)
+        patch.setattr(interpreter.InterpretedFunction, "__getitem__", launcher)
+        config, cpu = engine.model_config, torch.device("cpu")
+        loader = DeviceLoader(open_checkpoint(path, parts=("text", "draft"), config=config), cpu)
+        model = load_fused(config, loader, cpu, precision="faithful", max_rows=4096)
+        draft = load_fused_draft(model, loader, "faithful") if num_drafts else None
         runner = fused_runner.FusedRunner(
-            engine.model_config.text, model, geometry, torch.device("cpu"), graph_sizes=(1, 4, 16), max_blocks=24
-        )
+            config.text, model, engine.runner.caches.geometry, cpu, draft=draft, graph_sizes=SIZES,
+            draft_sizes=(1, 3) if num_drafts else (), max_blocks=24, num_drafts=num_drafts,
+        )  # fmt: skip
         loaded.clear()
+        yield runner, loaded
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_prompts_launch_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+    with recorded(tmp_path, monkeypatch) as (runner, loaded):
         graphs = runner.graphs
         with hostile_memory(monkeypatch):
             runner.compile_kernels(null_prompts(MOST, keep), show_progress=False)
         assert runner.graphs is graphs
-        assert graphs is not None
-        assert not any(graphs.graphs.is_captured(size) for size in (1, 4, 16))
+        assert not any(graphs.graphs.is_captured(size) for size in SIZES)
         compiled = set(loaded)
         assert len({entry for entry, _ in compiled}) > 8
         runner.graphs = None
         ids = random_ids(2600)
-        for count in (
-            9,
-            17,
-            30,
-            50,
-            70,
-            100,
-            129,
-            170,
-            200,
-            250,
-            300,
-            350,
-            400,
-            500,
-            520,
-            531,
-            600,
-            660,
-            700,
-            1100,
-            2501,
-        ):
-            prompt = replace(
-                chunk_of(ids, 0, count, BLOCKS, 3, "p"),
-                num_sampled=1,
-                decoder_floor=max(0, count - keep) if keep else 0,
-            )
+        prompts = [
+            replace(chunk_of(ids, 0, count, BLOCKS, 3, "p"), num_sampled=1, decoder_floor=keep and max(0, count - keep))
+            for count in LENGTHS
+        ]
+        prompts.append(replace(chunk_of(ids, 0, MOST, BLOCKS, 3, "p"), num_sampled=0, decoder_floor=keep and 4000))
+        for prompt in prompts:
             loaded.clear()
             runner.run(StepPlan(0, (prompt,)))
-            assert loaded, count
-            assert loaded <= compiled, (count, loaded - compiled)
-        loaded.clear()
-        first = replace(chunk_of(ids, 0, MOST, BLOCKS, 3, "p"), num_sampled=0, decoder_floor=4000 if keep else 0)
-        runner.run(StepPlan(0, (first,)))
-        assert loaded
-        assert loaded <= compiled
-        for size in (1, 4, 16):
+            assert loaded
+            assert loaded <= compiled, (prompt.num_rows, loaded - compiled)
+        for size in SIZES:
             loaded.clear()
             graphs.launch(size)
             assert loaded
             assert loaded <= compiled
+
+
+def test_sampler_and_draft_are_noted_before_they_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepinfer.kernels import nvrtc
+    from deepinfer.sampling.device_choice import DeviceChoice
+    from deepinfer.worker.draft_step import DraftStep
+    from deepinfer.worker.sample_step import SampleStep
+
+    noted: set[Key] = set()
+    with recorded(tmp_path, monkeypatch, num_drafts=5) as (runner, loaded):
+
+        def capture(pool: GraphPool, run: Any) -> tuple[Any, Any]:
+            assert not nvrtc.is_noting()
+            before = set(noted)
+            with only_noting("", False):  # nothing runs here, so the draft's tokens would be no tokens
+                outputs = run()
+            assert noted == before
+            return None, outputs
+
+        monkeypatch.setattr(GraphPool, "capture", capture)
+        runner.capture_graphs(show_progress=False)
+        vocab, cpu = runner.config.vocab_size, torch.device("cpu")
+        sampler = SampleStep(runner, DeviceChoice(vocab, [], cpu))
+        draft = DraftStep(runner, 5, torch.ones(5), DeviceChoice(vocab, [], cpu))
+        for step in (sampler, draft):
+            run = step.run
+
+            def spied(size: int, *more: Any, run: Any = run) -> Any:
+                assert nvrtc.is_noting()
+                loaded.clear()
+                with hostile_memory(monkeypatch):
+                    outputs = run(size, *more)
+                assert loaded
+                noted.update(loaded)
+                return outputs
+
+            noted.clear()
+            step.run = spied  # type: ignore[method-assign]
+            assert step.graphs is not None
+            step.graphs._run = spied
+            step.prepare(show_progress=False)
+            assert noted
+            assert all(step.graphs.is_captured(size) for size in step.graphs.sizes)
 
 
 def test_the_null_prompt_is_a_chunk_of_nobody() -> None:
