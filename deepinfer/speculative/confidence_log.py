@@ -103,7 +103,7 @@ def read_logs(paths: Iterable[Path], num_slots: int | None = None) -> Confidence
     paths = list(paths)
     for path in paths:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut inside strings
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"a confidence log is {str(path)!r}", why=f"it cannot be read ({error})", fix="name a log of the engine"

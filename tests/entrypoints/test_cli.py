@@ -106,6 +106,39 @@ def test_a_text_file_holds_one_prompt_per_line(generate, tmp_path):
     assert "[1] 'second'" in out
 
 
+ODD_LINE = "a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\rh"
+"""Every character but the line feed at which ``str.splitlines`` cuts; none of them ends a line of a file."""
+
+
+def _prompts_read(out: str) -> list[str]:
+    return [json.loads(line)["prompt"] for line in out.split("\n") if line]
+
+
+def test_lines_of_a_text_file_end_at_line_feeds_only(generate, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(f"\ufeff{ODD_LINE}\r\nsecond\n\n\ufeffthird".encode())
+    code, out, _ = generate("--prompts-file", str(file), "--json", "--max-tokens", "1")
+    assert code == 0
+    assert _prompts_read(out) == [ODD_LINE, "second", "\ufeffthird"]
+
+
+def test_lines_of_a_json_file_end_at_line_feeds_only(generate, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    prompt = "one\x85two\u2028three"
+    file.write_bytes(("\ufeff" + json.dumps({"prompt": prompt}, ensure_ascii=False) + '\r\n"second"\r\n').encode())
+    code, out, _ = generate("--prompts-file", str(file), "--json", "--max-tokens", "1")
+    assert code == 0
+    assert _prompts_read(out) == [prompt, "second"]
+
+
+def test_lines_of_standard_input_end_at_line_feeds_only(generate, monkeypatch):
+    bytes_in = io.BytesIO(f"\ufeff{ODD_LINE}\r\nsecond\n".encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(bytes_in, encoding="utf-8"))
+    code, out, _ = generate("--prompts-file", "-", "--json", "--max-tokens", "1")
+    assert code == 0
+    assert _prompts_read(out) == [ODD_LINE, "second"]
+
+
 def test_standard_input_is_one_prompt(generate, llm, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("The sea\n"))
     code, out, _ = generate(*GREEDY)

@@ -108,6 +108,12 @@ def test_bad_lines_are_named(tmp_path, line):
         read_logs([path])
 
 
+def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
+    path = tmp_path / "log"
+    path.write_text('{"logits": [0.5], "accepted": 1, "verified": 1, "note": "a\u2028b"}\n', encoding="utf-8")
+    assert len(read_logs([path]).accepted) == 1
+
+
 def test_missing_and_empty_logs_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_logs([tmp_path / "none"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -70,13 +72,29 @@ def _prompts(namespace: argparse.Namespace) -> list[Prompt]:
 
 def _prompts_of_file(name: str) -> list[Prompt]:
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        text = _standard_input() if name == "-" else Path(name).read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError("prompts_file", name, why=str(error), fix="give a readable UTF-8 text file") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(_lines(text), start=1) if line.strip()]
     if not name.endswith(".jsonl"):
         return [line for _, line in lines]
     return [_json_prompt(line, f"{name}, line {number}") for number, line in lines]
+
+
+def _standard_input() -> str:
+    """All of standard input, with the line ends that it has."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(newline="")  # otherwise a lone carriage return is read as a line feed
+    return sys.stdin.read()
+
+
+def _lines(text: str) -> list[str]:
+    r"""The lines of a file, without a byte order mark before the first one.
+
+    Only ``\n`` and ``\r\n`` end a line: ``str.splitlines`` also cuts at U+2028, form feeds and other characters that
+    may stand in a prompt, and bare in a JSON string.
+    """
+    return re.split(r"\r?\n", text.removeprefix("\ufeff"))
 
 
 def _json_prompt(line: str, place: str) -> Prompt:
