@@ -52,18 +52,10 @@ def engram_primes(num_layers: int, max_ngram: int, num_heads: int, at_least: int
         num_heads: hashes per n-gram size.
         at_least: every prime is >= this number.
     """
-    used: set[int] = set()
-    layers = []
-    for _ in range(num_layers):
-        layer: list[int] = []
-        for _size in range(2, max_ngram + 1):
-            fresh = (prime for prime in _primes_from(at_least) if prime not in used)
-            for _head in range(num_heads):
-                prime = next(fresh)
-                used.add(prime)
-                layer.append(prime)
-        layers.append(tuple(layer))
-    return tuple(layers)
+    # Every size of every layer takes the smallest primes that are left, so together they take the first ones in order.
+    fresh = _primes_from(at_least)
+    per_layer = (max_ngram - 1) * num_heads
+    return tuple(tuple(next(fresh) for _ in range(per_layer)) for _ in range(num_layers))
 
 
 def engram_multipliers(layer_id: int, max_ngram: int, num_compressed: int) -> tuple[int, ...]:

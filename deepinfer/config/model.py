@@ -13,6 +13,7 @@ from functools import cached_property
 
 from deepinfer.config.engram_hashing import engram_primes
 from deepinfer.config.layer_plan import LayerPlan, plan_layers
+from deepinfer.config.model_limits import MAX_ALL_EXPERTS, MAX_HASH_TABLES, TEXT_LIMITS, beyond_limit, check_limits
 from deepinfer.config.model_sections import QuantizationConfig, VisionConfig, YarnConfig, require
 
 
@@ -84,6 +85,7 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         self._check_fixed_choices()
+        check_limits(self, "text_config", TEXT_LIMITS)
         self._check_numbers()
         self._check_widths()
         self._check_ratios()
@@ -181,6 +183,15 @@ class TextConfig:
             f"at most n_routed_experts ({self.n_routed_experts})",
             "a token cannot visit more experts than there are",
         )
+        num_experts = self.num_hidden_layers * self.n_routed_experts
+        num_experts += self.num_nextn_predict_layers * self.dspark_n_routed_experts
+        if num_experts > MAX_ALL_EXPERTS:
+            raise beyond_limit(
+                "text_config.n_routed_experts",
+                self.n_routed_experts,
+                f"up to {MAX_ALL_EXPERTS} in all layers and draft stages together",
+                f"that makes {num_experts} experts in all; ",
+            )
 
     def _check_ratios(self) -> None:
         expected = self.num_hidden_layers + self.num_nextn_predict_layers
@@ -241,6 +252,14 @@ class TextConfig:
         require(width >= 32 and width % 32 == 0, "text_config.engram_head_dim", width, "a multiple of 32")
         pad = self.engram_pad_token_id
         require(0 <= pad < self.vocab_size, "text_config.engram_pad_token_id", pad, f"an id below {self.vocab_size}")
+        num_tables = len(ids) * (ngram - 1) * self.engram_n_heads
+        if num_tables > MAX_HASH_TABLES:
+            raise beyond_limit(
+                "text_config.engram_n_heads",
+                self.engram_n_heads,
+                f"up to {MAX_HASH_TABLES} hash tables in all layers together",
+                f"with {len(ids)} layers and n-grams of 2 to {ngram} tokens that makes {num_tables} hash tables; ",
+            )
         primes = engram_primes(len(ids), self.engram_max_ngram_size, self.engram_n_heads, self.engram_vocab_size)
         expected = tuple(sum(layer) for layer in primes)
         require(

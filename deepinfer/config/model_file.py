@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
         )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads, endless brackets
         raise ConfigError(f"{file} is not JSON", why=str(error), fix="download the file again") from error
     return model_config_from_dict(raw)
 
@@ -155,7 +156,10 @@ def _typed(value: Any, annotation: str, key: str) -> Any:
     if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
         return value
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # an integer beyond the range of floats
+            return math.inf if value > 0 else -math.inf
     if kind == "bool" and isinstance(value, bool):
         return value
     if kind == "str" and isinstance(value, str):

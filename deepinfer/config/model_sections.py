@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from deepinfer.config.model_limits import VISION_LIMITS, check_limits
 from deepinfer.errors import ConfigError
 
 _ONLY_MEANING = "the model's arithmetic is defined for that only"
@@ -26,6 +27,7 @@ class YarnConfig:
     original_max_position_embeddings: int = 65536
 
     def __post_init__(self) -> None:
+        check_limits(self, "text_config.rope_scaling", {})
         for key in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
             value = getattr(self, key)
             require(0 < value < math.inf, f"text_config.rope_scaling.{key}", value, "a positive number")
@@ -70,6 +72,7 @@ class VisionConfig:
     max_wh_ratio: float | None = None
 
     def __post_init__(self) -> None:
+        check_limits(self, "vision_config", VISION_LIMITS)
         for key in (
             "hidden_size",
             "num_hidden_layers",

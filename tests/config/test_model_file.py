@@ -95,7 +95,7 @@ def test_missing_paths_say_what_is_missing(tmp_path):
         load_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b""])
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b'{"a": ' + b"1" * 5000 + b"}", b"[" * 100_000])
 def test_broken_json_is_a_config_error(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match="is not JSON"):

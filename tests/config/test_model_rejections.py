@@ -180,6 +180,56 @@ def test_partial_quantization_section_is_refused(tiny, key):
         model_config_from_dict(tiny)
 
 
+HUGE = """
+    text_config.vocab_size text_config.hidden_size text_config.num_hidden_layers text_config.num_attention_heads
+    text_config.head_dim text_config.o_groups text_config.n_routed_experts text_config.num_experts_per_tok
+    text_config.max_position_embeddings text_config.sliding_window text_config.index_n_heads text_config.index_topk
+    text_config.hc_mult text_config.hc_sinkhorn_iters text_config.engram_max_ngram_size text_config.engram_vocab_size
+    text_config.engram_n_heads text_config.engram_head_dim text_config.num_nextn_predict_layers
+    text_config.dspark_block_size text_config.dspark_markov_rank text_config.dspark_n_routed_experts
+    text_config.rope_scaling.original_max_position_embeddings vision_config.num_hidden_layers
+    vision_config.num_attention_heads vision_config.hidden_size vision_config.patch_size
+""".split()  # noqa: SIM905 - as a list literal it would take 27 lines
+
+
+@pytest.mark.parametrize("value", [2**52, 10**400], ids=["2**52", "10**400"])  # multiples of 32
+@pytest.mark.parametrize("key", HUGE)
+def test_an_absurd_count_is_refused_before_anything_is_enumerated(tiny, key, value):
+    _set(tiny, key, value)
+    with pytest.raises(ConfigError) as caught:
+        model_config_from_dict(tiny)
+    assert f"key {key} " in caught.value.what
+    assert len(caught.value.what) < 120
+    assert "damaged" in caught.value.why
+    assert "at most" in caught.value.fix
+
+
+def test_counts_that_only_multiply_to_something_absurd_are_refused(tiny):
+    text = tiny["text_config"]
+    text["n_routed_experts"] = 65536
+    text["dspark_n_routed_experts"] = 65536
+    with pytest.raises(ConfigError, match="makes 655360 experts"):
+        model_config_from_dict(tiny)
+    text["n_routed_experts"] = text["dspark_n_routed_experts"] = 8
+    text["engram_max_ngram_size"], text["engram_n_heads"] = 1024, 4096
+    with pytest.raises(ConfigError, match="makes 8380416 hash tables"):
+        model_config_from_dict(tiny)
+
+
+def test_models_many_times_larger_than_the_released_one_are_taken(tiny):
+    text = tiny["text_config"]
+    text["n_routed_experts"] = 16384
+    text["num_attention_heads"], text["hidden_size"], text["max_position_embeddings"] = 4096, 65536, 2**30
+    assert model_config_from_dict(tiny).text.n_routed_experts == 16384
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_an_integer_beyond_the_range_of_floats_is_refused_by_name(tiny, value):
+    tiny["text_config"]["swiglu_limit"] = value
+    with pytest.raises(ConfigError, match=r"swiglu_limit is -?inf"):
+        model_config_from_dict(tiny)
+
+
 def test_limits_of_a_kernel_are_not_limits_of_the_model(tiny):
     tiny["text_config"]["candidate_block_size"] = 5
     tiny["text_config"]["candidate_topk_blocks"] = 7
