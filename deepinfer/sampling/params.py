@@ -37,6 +37,11 @@ _RENAMED = {
 _Class = TypeVar("_Class", bound=type)
 
 
+class _Follows(int):
+    """A ``top_logprobs`` that ``logprobs`` set. ``dataclasses.replace`` hands it to the copy, which then knows that
+    nobody gave it and follows its own ``logprobs``."""
+
+
 def _refuse_unknown_names(cls: _Class) -> _Class:
     """Let the constructor of a dataclass name the nearest field when a keyword does not exist."""
     original: Callable[..., None] = cls.__dict__["__init__"]
@@ -130,6 +135,8 @@ class SamplingParams:
     """Turn ids into text at all."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.top_logprobs, _Follows):
+            object.__setattr__(self, "top_logprobs", 0)
         for field, value in self._checked_values():
             object.__setattr__(self, field, value)
         if self.min_tokens > self.max_tokens:
@@ -147,7 +154,7 @@ class SamplingParams:
                 fix="use stop_token_ids",
             )
         if isinstance(self.logprobs, int) and not isinstance(self.logprobs, bool) and not self.top_logprobs:
-            object.__setattr__(self, "top_logprobs", self.logprobs)
+            object.__setattr__(self, "top_logprobs", _Follows(self.logprobs))
 
     def _checked_values(self) -> list[tuple[str, Any]]:
         """Every field in canonical form, in declaration order."""
@@ -200,11 +207,17 @@ class SamplingParams:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, as plain values; :meth:`from_dict` gives equal parameters."""
+        """All fields, as plain values; :meth:`from_dict` gives equal parameters.
+
+        A ``top_logprobs`` that only follows ``logprobs`` is 0 here, as it was given: changing ``logprobs`` in the dict
+        then changes both.
+        """
         values = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             values[field.name] = list(value) if isinstance(value, tuple) else value
+        if isinstance(self.top_logprobs, _Follows):
+            values["top_logprobs"] = 0
         return values
 
     def validate_for(self, vocab_size: int, *, supports_structured_output: bool = False) -> None:

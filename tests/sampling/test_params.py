@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -191,6 +192,43 @@ def test_logprobs_rule(logprobs, top_logprobs, wants, count):
     params = SamplingParams(logprobs=logprobs, top_logprobs=top_logprobs)
     assert params.wants_logprobs is wants
     assert params.top_logprobs == count
+
+
+def _replaced(params, **changes):
+    return dataclasses.replace(params, **changes)
+
+
+def _through_dict(params, **changes):
+    return SamplingParams.from_dict({**params.to_dict(), **changes})
+
+
+def _replaced_after_copies(params, **changes):
+    twice = dataclasses.replace(copy.deepcopy(pickle.loads(pickle.dumps(params))), temperature=0.5)
+    return dataclasses.replace(twice, temperature=params.temperature, **changes)
+
+
+@pytest.mark.parametrize("changed", [_replaced, _through_dict, _replaced_after_copies])
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ({"logprobs": 5}, {"logprobs": 2}),
+        ({"logprobs": 5}, {"logprobs": 9}),
+        ({"logprobs": 5}, {"logprobs": None}),
+        ({"logprobs": 5}, {"logprobs": False}),
+        ({"logprobs": 5}, {"logprobs": True}),
+        ({"logprobs": 5}, {"logprobs": 0}),
+        ({"logprobs": 5}, {"top_logprobs": 3}),
+        ({"logprobs": 5}, {"max_tokens": 3}),
+        ({"logprobs": 5, "top_logprobs": 3}, {"logprobs": 2}),
+        ({"logprobs": 5, "top_logprobs": 3}, {"top_logprobs": 0}),
+        ({"top_logprobs": 3}, {"logprobs": 2}),
+        ({"top_logprobs": 3}, {"top_logprobs": 0}),
+    ],
+)
+def test_a_copy_with_changes_is_what_the_constructor_makes_of_them(changed, given, changes):
+    copied, made = changed(SamplingParams(**given), **changes), SamplingParams(**{**given, **changes})
+    assert copied == made
+    assert (copied.top_logprobs, copied.wants_logprobs) == (made.top_logprobs, made.wants_logprobs)
 
 
 @pytest.mark.parametrize(("value", "count"), [(None, None), (False, None), (True, 0), (0, 0), (7, 7)])
