@@ -64,16 +64,19 @@ class OutputBuilder:
         if self._ends_with_token(token_id):
             if self._params.include_stop_str_in_output:
                 self._add_text(token_id)
-            self.finish(FINISH_STOP, None if token_id == self._eos_id else token_id)
+            stop = self._stop_at_the_end()
+            named = None if token_id == self._eos_id else token_id
+            self.finish(FINISH_STOP, named if stop is None else stop)
             return True
         stop = self._add_text(token_id)
+        is_full = len(output.token_ids) >= self._max_output
+        if stop is None and is_full:
+            stop = self._stop_at_the_end()
         if stop is not None:
             self.finish(FINISH_STOP, stop)
-            return True
-        if len(output.token_ids) >= self._max_output:
+        elif is_full:
             self.finish(FINISH_LENGTH)
-            return True
-        return False
+        return output.finished
 
     @property
     def cut_short(self) -> str | None:
@@ -97,8 +100,8 @@ class OutputBuilder:
             return
         stopped_by_text = isinstance(stop_reason, str)
         if not stopped_by_text:
-            rest = self._detokenizer.flush()
-            output.text += rest if self._matcher is None else self._matcher.flush(rest).text
+            held = "" if self._matcher is None else self._matcher.flush().text
+            output.text += held + self._detokenizer.flush()
 
     def take_delta(self, request_id: str, error: str | None = None) -> StreamDelta:
         """What was added since the last call. Tokens whose text is still held back are reported all the same."""
@@ -114,6 +117,15 @@ class OutputBuilder:
         if token_id == self._eos_id and not self._params.ignore_eos:
             return True
         return token_id in self._stop_ids and len(self.output.token_ids) > self._params.min_tokens
+
+    def _stop_at_the_end(self) -> str | None:
+        """The stop string that the last token completes by being the last: half a character before it is U+FFFD now."""
+        is_late = len(self.output.token_ids) > self._params.min_tokens
+        if self._detokenizer is None or self._matcher is None or self._matcher.stop is not None or not is_late:
+            return None
+        step = self._matcher.flush(self._detokenizer.flush())
+        self.output.text += step.text
+        return step.stop
 
     def _add_text(self, token_id: int) -> str | None:
         """Append the text that became certain. Returns the stop string that it completed, if any."""

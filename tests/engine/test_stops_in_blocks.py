@@ -100,3 +100,48 @@ def test_limits_cut_a_block_to_the_token(tiny_path: Path, wrong_every: int) -> N
     assert drive(engine, list(expected)) == expected
     report = engine.statistics.speculation.report()
     assert 0 < sum(report.accepted) <= sum(report.verified)
+
+
+@pytest.mark.parametrize("ends_by", ["length", "eos", "stop_token"])
+@pytest.mark.parametrize("include", [False, True])
+def test_half_a_character_at_the_end_can_complete_a_stop_string(tiny_path: Path, ends_by: str, include: bool) -> None:
+    """It is U+FFFD in the text, and what a stop string takes from the text is named as the reason."""
+    engine = make_engine(tiny_path, num_speculative_tokens=2, max_num_seqs=32)
+    model = ScriptedModel(engine)
+    half = spell(engine, "a") + spell(engine, "\U0001f600")[:2]
+    other = spell(engine, "z")[0]
+    script = {"length": half, "eos": half, "stop_token": [*half, other]}[ends_by]
+    limit = len(half) if ends_by == "length" else 30
+    values: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": [other], "include_stop_str_in_output": include}
+
+    def run(stop: list[str] | None, **more: Any) -> tuple[str, str, int | str | None]:
+        name = model.submit([3], script, **{**values, "max_tokens": limit, "stop": stop, **more})
+        _, text, reason, why, *_ = drive(engine, [name])[name]
+        return text, reason, why
+
+    reason, why = {"length": ("length", None), "eos": ("stop", None), "stop_token": ("stop", other)}[ends_by]
+    tail = "z" if include and ends_by == "stop_token" else ""
+    assert run(None) == ("a\ufffd" + tail, reason, why)
+    assert run(["a\ufffdb"]) == ("a\ufffd" + tail, reason, why), "held back, and let go"
+    if not tail:
+        assert run(["\ufffd"]) == ("a\ufffd" if include else "a", "stop", "\ufffd")
+        assert run(["x", "a\ufffd"]) == ("a\ufffd" if include else "", "stop", "a\ufffd")
+    if ends_by == "length":
+        assert run(["\ufffd"], min_tokens=limit) == ("a\ufffd", reason, why), "stop strings wait for min_tokens"
+
+
+def test_an_aborted_output_keeps_its_half_character(tiny_path: Path) -> None:
+    """Nobody knows what it would have become, so it is no stop string."""
+    engine = make_engine(tiny_path, num_speculative_tokens=0)
+    model = ScriptedModel(engine)
+    script = spell(engine, "a") + spell(engine, "\U0001f600")[:2]
+    name = model.submit([3], [*script, *script], temperature=0.0, max_tokens=30, stop=["\ufffd"])
+    while sum(len(delta.token_ids) for delta in engine.take_deltas([name])) == 0:
+        engine.run_step()
+    for _ in range(2):
+        engine.run_step()
+    engine.abort(name)
+    (output,) = engine.take_changes([name])
+    ids, text, reason, why, *_ = summary(output.outputs[0])
+    assert ids == script
+    assert (text, reason, why) == ("a\ufffd", "abort", None)
