@@ -11,6 +11,7 @@ from pathlib import Path
 from deepinfer.config.prefill import PrefillConfig
 from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.errors import ConfigError
+from deepinfer.platforms.host_limits import num_processors
 
 BLOCK_TOKENS = 128
 """Tokens of one block of KV memory over all streams; a design constant of the cache, not a tuning knob."""
@@ -23,6 +24,19 @@ MAX_CHECKPOINTS = 2**20
 def _require(condition: bool, field: str, value: object, why: str, fix: str) -> None:
     if not condition:
         raise ConfigError(f"{field} is {value!r}", why=why, fix=fix)
+
+
+def _require_few(number: int, field: str, things: str) -> None:
+    """Refuse so many threads or processes that starting them would end this one, without a word: thousands do."""
+    processors = num_processors()
+    most = max(256, 8 * processors)
+    _require(
+        number <= most,
+        field,
+        number,
+        f"this process may use {processors} processors, and more than {most} {things} could end it",
+        f"give a number up to {most}; more than processors only wait for one another",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +84,7 @@ class DeviceConfig:
             "use startup, lazy or off",
         )
         _require(number >= 1, "num_threads", number, "a forward needs a thread", "give a number >= 1")
+        _require_few(number, "num_threads", "threads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +205,7 @@ class StructuredConfig:
         _require(value > 0, "grammar_timeout_s", value, "a compile takes time", "give a positive number of seconds")
         number = self.num_workers
         _require(number >= 1, "grammar_workers", number, "somebody has to compile", "give a number >= 1")
+        _require_few(number, "grammar_workers", "processes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer.config import engine as engine_config
 from deepinfer.config.engine import BLOCK_TOKENS
 from deepinfer.config.env import read_environment
 from deepinfer.config.options import AUTO, FOREIGN, OPTIONS
@@ -171,6 +172,10 @@ REFUSED = [
     ({"accelerator": "tpu"}, ["accelerator", "tpu", "nvidia"]),
     ({"accelerator": "ascend"}, ["ascend", "not available, because"]),
     ({"num_threads": 0}, ["num_threads", "0"]),
+    ({"num_threads": 100_000}, ["num_threads", "100000", "processors"]),
+    ({"num_threads": 10**30}, ["num_threads", "processors"]),
+    ({"grammar_workers": 0}, ["grammar_workers", "0"]),
+    ({"grammar_workers": 100_000}, ["grammar_workers", "100000", "processors"]),
     ({"num_layers": 4}, ["num_layers", "4", "dummy"]),
     ({"num_layers": 0, "load_format": "dummy"}, ["num_layers", "0"]),
     ({"num_layers": 9, "load_format": "dummy"}, ["num_layers", "9", "8 layers"]),
@@ -190,6 +195,14 @@ def test_bad_argument_is_refused_with_name_and_value(model_dir, arguments, named
         resolve({"model": model_dir, **arguments}, NOTHING)
     for text in named:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("processors", "most"), [(1, 256), (2, 256), (64, 512)])
+def test_several_times_the_processors_is_the_most_threads(model_dir, monkeypatch, processors, most):
+    monkeypatch.setattr(engine_config, "num_processors", lambda: processors)
+    assert resolve({"model": model_dir, "num_threads": most}, NOTHING).config.device.num_threads == most
+    with pytest.raises(ConfigError, match=f"ive a number up to {most};"):
+        resolve({"model": model_dir, "num_threads": most + 1}, NOTHING)
 
 
 def test_bad_choice_in_a_variable_names_the_variable(model_dir):
