@@ -203,9 +203,8 @@ class LLM:
             max_tokens=sampling.max_tokens,
         )
         params = params_per_prompt(given, count, default)
-        for each in dict.fromkeys(map(id, params)):
-            checked = next(one for one in params if id(one) == each)
-            self.engine.check_params(checked)
+        for each in {id(one): one for one in params}.values():  # usually one object for many prompts
+            self.engine.check_params(each)
         return params
 
     def _run(self, prompts: list[PreparedPrompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from deepinfer import LLM, SamplingParams
+from deepinfer.entrypoints import llm as llm_module
 from deepinfer.entrypoints.llm import GenerationInterrupted
 from deepinfer.errors import EngineError
 from tests.entrypoints.conftest import SMALL
@@ -62,6 +63,30 @@ def test_texts_ids_and_dicts_mean_the_same_prompt(llm):
 
 def test_no_prompts_give_no_results(llm):
     assert _generate(llm, []) == []
+
+
+def test_parameters_are_looked_at_once_each(llm, monkeypatch):
+    """Also where every prompt has its own: the time grows with their number, not with its square."""
+
+    class Counting(list):
+        num_read = 0
+
+        def __iter__(self):
+            for each in super().__iter__():
+                Counting.num_read += 1
+                yield each
+
+    checked: list[SamplingParams] = []
+    monkeypatch.setattr(llm.engine, "check_params", checked.append)
+    params = [SamplingParams(max_tokens=1) for _ in range(500)]
+    monkeypatch.setattr(llm_module, "params_per_prompt", lambda *_: Counting(params))
+    assert llm._params(params, len(params)) == params
+    assert [id(each) for each in checked] == [id(each) for each in params]
+    assert Counting.num_read < 5 * len(params)
+    checked.clear()
+    monkeypatch.setattr(llm_module, "params_per_prompt", lambda *_: params[:1] * 500)
+    llm._params(params[0], 500)
+    assert checked == params[:1]
 
 
 def test_no_parameters_means_the_engine_defaults(model_path):
