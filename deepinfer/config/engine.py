@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deepinfer.config.prefill import PrefillConfig
 from deepinfer.config.scheduler import SchedulerConfig
+from deepinfer.config.values import FLOAT32_MAX
 from deepinfer.errors import ConfigError
 from deepinfer.platforms.host_limits import num_processors
 
@@ -221,7 +222,13 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         value: float = self.temperature
-        _require(value >= 0, "default_temperature", value, "it divides logits", "give a number >= 0 (0 is greedy)")
+        _require(
+            0 <= value <= FLOAT32_MAX,
+            "default_temperature",
+            value,
+            "it divides float32 logits",
+            f"give a number from 0 (greedy) to {FLOAT32_MAX:g}",
+        )
         value = self.top_p
         _require(0 < value <= 1, "default_top_p", value, "it is a share of probability", "give a number in (0, 1]")
         value = self.top_k

@@ -10,6 +10,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+"""Largest finite float32, about 3.4e38: logits and what is done to them are float32."""
+
 
 class Kind(Enum):
     """Type of an option or variable; the value is how the documentation writes it."""

@@ -382,8 +382,9 @@ class Engine:
             self._fail_sequence(
                 sequence_id,
                 f"no token can be sampled at position {position}: every token is masked, or the logits are not finite. "
-                "Check allowed_token_ids, logit_bias and token_blacklist, and whether a grammar is complete before "
-                "min_tokens or first_n_token_no_eos allow the end; if none of them is set, the model's output is NaN.",
+                "Check allowed_token_ids, logit_bias, token_blacklist and repetition_penalty, and whether a grammar is "
+                "complete before min_tokens or first_n_token_no_eos allow the end; if none of them is set, the model's "
+                "output is NaN.",
             )
 
     def _add_tokens(self, sequence: Sequence, found: SequenceTokens, report: SamplerOutput) -> None:

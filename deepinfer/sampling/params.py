@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, TypeVar
 
+from deepinfer.config.values import FLOAT32_MAX
 from deepinfer.errors import RequestError
 from deepinfer.sampling import param_checks as checks
 from deepinfer.sampling.so_args import check_so_args
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean arg-max."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-30, 1e30
+"""Beyond these a logit of some hundred million leaves float32's range, or the penalty itself does."""
 MAX_LOGPROBS = 1000
 """Most alternatives that can be asked for per token."""
 MAX_OUTPUTS = 1024
@@ -73,7 +76,8 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """Divides the logits, >= 0. Below 1e-5: the most likely token, of equals the lowest id; top_p and top_k are off."""
+    """Divides the logits, 0 to 3.4e38. Below 1e-5: the most likely token, of equals the lowest id; top_p and
+    top_k are off."""
     top_p: float = 1.0
     """Keep the most likely tokens until their mass exceeds this, in (0, 1]; the token that crosses it is kept."""
     top_k: int = -1
@@ -85,7 +89,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the output so far, in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output, > 0."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output, in [1e-30, 1e30]."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids, each in [-100, 100]."""
     allowed_token_ids: Sequence[int] | None = None
@@ -159,7 +163,7 @@ class SamplingParams:
     def _checked_values(self) -> list[tuple[str, Any]]:
         """Every field in canonical form, in declaration order."""
         return [
-            ("temperature", checks.check_number("temperature", self.temperature, 0.0)),
+            ("temperature", checks.check_number("temperature", self.temperature, 0.0, FLOAT32_MAX)),
             ("top_p", checks.check_number("top_p", self.top_p, 0.0, 1.0, above_low=True)),
             ("top_k", _check_top_k(self.top_k)),
             ("min_p", checks.check_number("min_p", self.min_p, 0.0, 1.0)),
@@ -167,7 +171,9 @@ class SamplingParams:
             ("frequency_penalty", checks.check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)),
             (
                 "repetition_penalty",
-                checks.check_number("repetition_penalty", self.repetition_penalty, 0.0, above_low=True),
+                checks.check_number(
+                    "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+                ),
             ),
             ("logit_bias", checks.check_logit_bias(self.logit_bias)),
             ("allowed_token_ids", _check_allowed(self.allowed_token_ids)),

@@ -180,6 +180,7 @@ REFUSED = [
     ({"num_layers": 0, "load_format": "dummy"}, ["num_layers", "0"]),
     ({"num_layers": 9, "load_format": "dummy"}, ["num_layers", "9", "8 layers"]),
     ({"default_temperature": -1}, ["default_temperature", "-1"]),
+    ({"default_temperature": 1e39}, ["default_temperature", "1e+39", "float32"]),
     ({"default_top_p": 0}, ["default_top_p", "0"]),
     ({"default_top_k": 0}, ["default_top_k", "0"]),
     ({"default_max_tokens": 0}, ["default_max_tokens", "0"]),

@@ -61,7 +61,20 @@ def test_a_row_without_a_token_spares_its_neighbours(tiny_path: Path, is_async: 
     results = run(engine)
     assert results[masked].outputs[0].finish_reason == "error"
     assert "no token can be sampled" in str(results[masked].error)
+    assert "repetition_penalty" in str(results[masked].error)
     assert [results[name].outputs[0].token_ids for name in names] == tokens
+
+
+@pytest.mark.parametrize(
+    "extreme", [{"repetition_penalty": 1e-30}, {"repetition_penalty": 1e30}, {"temperature": 3.4e38}], ids=str
+)
+def test_the_ends_of_the_ranges_leave_tokens_to_sample(tiny_path: Path, extreme: dict[str, Any]) -> None:
+    engine = make_engine(tiny_path)
+    blocked = {"logit_bias": {5: -100.0}, "min_tokens": 8}  # -inf for EOS: a temperature must not turn it into NaN
+    values = [{"max_tokens": 8, "temperature": temperature, **blocked, **extreme} for temperature in (0.0, 1.0)]
+    names = [engine.add_request(random_ids(20), SamplingParams.from_dict(each)) for each in values]
+    results = run(engine)
+    assert [(results[name].error, len(results[name].outputs[0].token_ids)) for name in names] == [(None, 8)] * 2
 
 
 @BOTH
