@@ -10,15 +10,19 @@ Exit codes: 0, 1 (a check said no), 2 (a mistake in what was given; one message 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from deepinfer.errors import EngineError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 COMMANDS: dict[str, str] = {
     "generate": "complete prompts",
@@ -43,6 +47,10 @@ class _Parser(argparse.ArgumentParser):
         print(f"  fix: `{self.prog} --help` lists the arguments and the form of their values", file=sys.stderr)
         self.exit(2)
 
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """The library's ignores an output that cannot be written."""
+        print(self.format_help(), end="", file=file)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -52,35 +60,77 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         the exit code. Malformed arguments leave through ``SystemExit(2)``, as always with argparse.
     """
+    _have_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = build_parser(next((word for word in given if not word.startswith("-")), None))
-    namespace = parser.parse_args(given)
-    if namespace.command is None:
-        parser.print_help()
-        return 0
-    logging.basicConfig(
-        level=logging.INFO if namespace.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
-    _never_fail_on_characters()
+    # Known before the flags are parsed: writing the help can fail as well.
+    command, shows_traceback = parser.prog, "--traceback" in given
     try:
-        code: int = namespace.run(namespace)
-        sys.stdout.flush()
-        return code
+        try:
+            namespace = parser.parse_args(given)
+            if namespace.command is None:
+                parser.print_help()
+                return 0
+            command = f"{parser.prog} {namespace.command}"
+            return _run(namespace)
+        finally:
+            sys.stdout.flush()  # here, where a failure is reported like every other one
     except EngineError as error:
-        if namespace.traceback:
+        if shows_traceback:
             raise
-        print(f"deepinfer {namespace.command}: error: {error.what}", file=sys.stderr)
-        print(f"  why: {error.why}\n  fix: {error.fix}", file=sys.stderr)
+        _complain(command, error.what, error.why, error.fix)
         return 2
     except KeyboardInterrupt:
-        if namespace.traceback:
+        if shows_traceback:
             raise
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output left (`deepinfer ... | head`). Python would complain once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output left (`deepinfer ... | head`).
+        _discard_output()
         return 0
+    except OSError as error:
+        if shows_traceback:
+            raise
+        _discard_output()
+        what = "standard output or a file" if error.filename is None else repr(error.filename)
+        _complain(
+            command,
+            f"{what} could not be read or written",
+            str(error),
+            "make room, check the permissions, or choose another place; --traceback shows where it happened",
+        )
+        return 2
+
+
+def _run(namespace: argparse.Namespace) -> int:
+    logging.basicConfig(
+        level=logging.INFO if namespace.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    _never_fail_on_characters()
+    code: int = namespace.run(namespace)
+    return code
+
+
+def _have_streams() -> None:
+    """A process may be started without an output; what it prints then goes nowhere."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    if sys.stderr is None:  # None as the file of a print would be standard output
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def _complain(command: str, what: str, why: str, fix: str) -> None:
+    with contextlib.suppress(OSError):  # nobody hears it where standard error can't be written: the exit code is left
+        print(f"{command}: error: {what}\n  why: {why}\n  fix: {fix}", file=sys.stderr)
+
+
+def _discard_output() -> None:
+    """Let what is still buffered go nowhere where it cannot be written: Python would complain once more at its exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:

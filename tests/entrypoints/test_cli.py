@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -65,6 +66,41 @@ def test_malformed_arguments_exit_with_two(arguments, capsys):
     assert arguments.split()[-1] in what
     assert why.startswith("  why: ")
     assert fix.startswith("  fix: ")
+
+
+FULL = Path("/dev/full")
+WRITING = [["generate", "x"], ["generate", "x", "y"], ["generate", "x", "--json"], ["inspect"], ["--help"], []]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="the system has no device that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", WRITING, ids=" ".join)
+def test_an_output_that_cannot_be_written_is_one_message(model_path, arguments, unbuffered):
+    more = {"generate": ["--model", str(model_path), *FAST, *GREEDY], "inspect": [str(model_path)]}
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deepinfer", *arguments, *more.get((arguments or [""])[0], [])],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    what, why, fix = [line for line in done.stderr.splitlines() if not line.startswith("[")]
+    assert done.returncode == 2
+    assert "error: standard output" in what
+    assert "No space left" in why
+    assert fix.startswith("  fix: ")
+
+
+def test_a_reader_that_left_is_no_error(model_path):
+    command = [sys.executable, "-m", "deepinfer", "inspect", str(model_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_the_help_of_the_program_does_not_load_torch():
