@@ -19,7 +19,8 @@ class EngineError(Exception):
 
     def __init__(self, what: str, *, why: str, fix: str) -> None:
         advice = fix[:1].upper() + fix[1:]
-        super().__init__(f"{what}: {why}. {advice}{'' if advice.endswith(('?', '.')) else '.'}")
+        sentences = [text if text.endswith(("?", ".")) else text + "." for text in (f"{what}: {why}", advice)]
+        super().__init__(" ".join(sentences))
         self.what = what
         self.why = why
         self.fix = fix

@@ -20,6 +20,8 @@ BLOCK_TOKENS = 128
 
 MAX_CHECKPOINTS = 2**20
 """Most states in host memory; the released model's have 3 MB each."""
+MAX_DRAFTS = 64
+"""Most drafts per sequence and step."""
 
 
 def _require(condition: bool, field: str, value: object, why: str, fix: str) -> None:
@@ -171,7 +173,13 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         value = self.num_tokens
-        _require(0 <= value <= 64, "num_speculative_tokens", value, "it counts drafts", "give a number from 0 to 64")
+        _require(
+            0 <= value <= MAX_DRAFTS,
+            "num_speculative_tokens",
+            value,
+            "it counts drafts",
+            f"give a number from 0 to {MAX_DRAFTS}",
+        )
         count = len(self.temperatures)
         _require(
             count in (0, 1) or count >= value,

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from deepinfer.config.options import AUTO, OPTIONS, Option
-from deepinfer.config.values import Kind
+from deepinfer.config.values import Kind, parse_text
+
+
+def path_argument(text: str) -> Path:
+    """A path on the command line, for ``type=``; an empty one is refused, as it is for engine options."""
+    try:
+        path: Path = parse_text(Kind.PATH, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return path
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

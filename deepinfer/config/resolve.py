@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from deepinfer.config.engine import (
     BLOCK_TOKENS,
+    MAX_CHECKPOINTS,
+    MAX_DRAFTS,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -94,6 +96,7 @@ def resolve(args: Mapping[str, Any], env: Environment) -> Resolved:
             fix="leave numerics at faithful",
         )
     speculation = _speculation(values, model_config, reasons)
+    prefill = _prefill(values, model_config, speculation.num_tokens)
     scheduler = _scheduler(values, model_config, speculation.num_tokens, reasons)
     config = EngineConfig(
         model=model,
@@ -109,7 +112,7 @@ def resolve(args: Mapping[str, Any], env: Environment) -> Resolved:
             cache_bytes=values["grammar_cache_bytes"],
             uses_cache=values["grammar_cache"],
         ),
-        prefill=_prefill(values, model_config, speculation.num_tokens),
+        prefill=prefill,
         cache=_cache(values, device, reasons),
         sampling=_sampling(values, model_config),
         observe=ObserveConfig(
@@ -258,7 +261,7 @@ def _speculation(values: Mapping[str, Any], model: ModelConfig, reasons: list[Re
     # The rejection sampler's output depends on where steps begin, so nothing but the caller may decide about them.
     is_free = number == AUTO and values["sampler"] == "gumbel"
     if number == AUTO:
-        number = block if stages else 0
+        number = min(block, MAX_DRAFTS) if stages else 0
         why = "the model has no draft"
         if stages:
             why = "the draft's block size" + (", and none where drafting does not pay" if is_free else "")
@@ -303,8 +306,9 @@ def _num_checkpoints(values: Mapping[str, Any], reasons: list[Reason]) -> int:
     if values["prefix_cache"] == "off":
         return 0
     if number == AUTO:
-        number = 4 * values["max_num_seqs"]
-        reasons.append(Reason("cache.num_checkpoints", number, "4 * max_num_seqs: a few turns of every conversation"))
+        number = min(4 * values["max_num_seqs"], MAX_CHECKPOINTS)
+        why = f"4 * max_num_seqs, up to {MAX_CHECKPOINTS}: a few turns of every conversation"
+        reasons.append(Reason("cache.num_checkpoints", number, why))
     return int(number)
 
 

@@ -50,19 +50,19 @@ class SchedulerConfig:
             self._require_int(name, at_least=0)
         if self.pipeline_depth not in (1, 2):
             raise ConfigError(
-                f"scheduler.pipeline_depth is {self.pipeline_depth!r}",
+                f"pipeline_depth is {self.pipeline_depth!r}",
                 why="a step may be planned while at most one earlier step is still running",
                 fix="use 1 (synchronous) or 2 (overlapped)",
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"scheduler.max_num_batched_tokens is {self.max_num_batched_tokens}",
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}",
                 why=f"every one of max_num_seqs={self.max_num_seqs} sequences needs a row in each step",
                 fix=f"raise it to {self.max_num_seqs} or more, or lower max_num_seqs",
             )
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
-                f"scheduler.max_num_batched_tokens is {self.max_num_batched_tokens}",
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}",
                 why=f"without chunked prefill a step has to hold a prompt of max_model_len={self.max_model_len} tokens",
                 fix=f"raise it to {self.max_model_len} or more, or turn chunked_prefill on",
             )
@@ -71,5 +71,5 @@ class SchedulerConfig:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
             raise ConfigError(
-                f"scheduler.{name} is {value!r}", why=f"it has to be an integer >= {at_least}", fix="give such a number"
+                f"{name} is {value!r}", why=f"it has to be an integer >= {at_least}", fix="give such a number"
             )

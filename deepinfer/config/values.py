@@ -49,6 +49,8 @@ def parse_text(kind: Kind, text: str) -> Any:
         case Kind.ID_RANGES:
             return tuple(_parse_range(part.strip()) for part in text.split(","))
         case Kind.PATH:
+            if not text:  # would be the working directory
+                raise ValueError("the path is empty")
             return Path(text).expanduser()
         case Kind.STR:
             return text

@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepinfer.errors import EngineError
 
@@ -46,6 +46,13 @@ class _Parser(argparse.ArgumentParser):
         print("  why: the command does not take that", file=sys.stderr)
         print(f"  fix: `{self.prog} --help` lists the arguments and the form of their values", file=sys.stderr)
         self.exit(2)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Arguments that a command does not know are its own error: the library leaves them to the program above."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """The library's ignores an output that cannot be written."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from deepinfer.config.env import read_environment
 from deepinfer.config.flags import add_engine_flags, engine_arguments
+from deepinfer.config.values import Kind, check_value
 from deepinfer.entrypoints.default_model import default_model
 from deepinfer.entrypoints.llm import LLM
+from deepinfer.errors import ConfigError
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,14 @@ def model_arguments(namespace: argparse.Namespace) -> dict[str, Any]:
     if "model" not in arguments:
         found = read_environment().options.get("model")
         arguments["model"] = default_model() if found is None else found[1]
-    arguments["model"] = Path(arguments["model"]).expanduser()
+    try:
+        arguments["model"] = check_value(Kind.PATH, arguments["model"])
+    except ValueError as error:
+        raise ConfigError(
+            f"model is {arguments['model']!r}",
+            why=str(error),
+            fix="give a checkpoint's directory, or leave it out",
+        ) from error
     return arguments
 
 

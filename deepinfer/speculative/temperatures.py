@@ -59,7 +59,9 @@ def load_temperatures(path: Path, num_slots: int) -> tuple[float, ...]:
         return check_temperatures(values, num_slots)
     except ConfigError as error:
         why = f"{error.what}, but {error.why}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError):  # their texts are those of Python's containers
+        why = "it is no JSON object with a list 'temperatures'"
+    except (OSError, ValueError, RecursionError) as error:
         why = f"it cannot be read as JSON with a list 'temperatures' ({error})"
     raise ConfigError(
         f"the file of confidence temperatures is {str(path)!r}",

@@ -13,11 +13,18 @@ MAX_SCHEMA_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 
 Json = Any
-"""None, bool, int, Decimal, str, list or dict with string keys."""
+"""None, bool, int, JsonNumber, str, list or dict with string keys."""
+
+
+class JsonNumber(Decimal):
+    """A number with a point, exact; in messages it looks as it does in JSON, also inside a list or an object."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def parse_schema(text: str, field: str = "schema") -> Json:
-    """The value that a schema's text spells; numbers with a point become Decimal.
+    """The value that a schema's text spells; numbers with a point become JsonNumber.
 
     Raises:
         SchemaError: too long, too deep, no JSON, a duplicate key, or a number that JSON does not have.
@@ -42,7 +49,7 @@ def parse_schema(text: str, field: str = "schema") -> Json:
         why = f"it has {size} bytes, and at most {MAX_SCHEMA_BYTES} are accepted"
         raise refuse(text, why, "describe less, or in smaller parts")
     try:
-        value = json.loads(text, parse_float=Decimal, parse_constant=constant, object_pairs_hook=unique)
+        value = json.loads(text, parse_float=JsonNumber, parse_constant=constant, object_pairs_hook=unique)
     except RecursionError as error:
         raise refuse(text, "it is nested too deeply", f"nest at most {MAX_SCHEMA_DEPTH} deep") from error
     except SchemaError:

@@ -88,10 +88,17 @@ def _parse(file: Path, drop_ids: range) -> Backend:
     try:
         text = file.read_text(encoding="utf-8")
         data = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _broken(file, error) from error
+    try:
         added = data["added_tokens"]
         kept = [token for token in added if token["id"] not in drop_ids]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _broken(file, error) from error
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read",
+            why="it is no tokenizer: that is an object with a list 'added_tokens' of objects with an 'id'",
+            fix="use the tokenizer.json that belongs to this checkpoint, or download it again",
+        ) from error
     if len(kept) != len(added):
         text = json.dumps(data | {"added_tokens": kept}, ensure_ascii=False)
     try:

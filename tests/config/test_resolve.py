@@ -112,6 +112,16 @@ def test_automatic_values_and_their_reasons(model_dir):
     assert resolved.config.cache.memory_fraction == 0.5
 
 
+def test_values_that_follow_from_others_stay_within_their_own_limits(tiny, tmp_path):
+    """Nobody is told that an option which was not given is out of range."""
+    tiny["text_config"]["dspark_block_size"] = 100
+    (tmp_path / "config.json").write_text(json.dumps(tiny), encoding="utf-8")
+    resolved = resolve({"model": tmp_path, "max_num_seqs": 1_000_000, "prefix_cache": "exact"}, NOTHING)
+    assert resolved.config.cache.num_checkpoints == engine_config.MAX_CHECKPOINTS
+    assert resolved.config.speculation.num_tokens == engine_config.MAX_DRAFTS
+    assert str(engine_config.MAX_CHECKPOINTS) in _reason(resolved, "cache.num_checkpoints").why
+
+
 def test_model_length_is_not_above_4096_by_itself(released, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(released), encoding="utf-8")
     assert resolve({"model": tmp_path}, NOTHING).config.scheduler.max_model_len == 4096
@@ -165,6 +175,8 @@ REFUSED = [
     ({"max_num_batched_tokens": 512, "chunked_prefill": False}, ["max_num_batched_tokens", "512", "1024"]),
     ({"max_model_len": 1025}, ["max_model_len", "1025", "1024"]),
     ({"max_model_len": 1}, ["max_model_len", "1"]),
+    ({"prefill_keep_tokens": -1, "prefill_truncation": "mask"}, ["prefill_keep_tokens is -1"]),
+    ({"tokenizer": ""}, ["tokenizer is ''", "the path is empty"]),
     ({"num_blocks": 1}, ["num_blocks", "1"]),
     ({"block_tokens": 64}, ["block_tokens", "64", "128"]),
     ({"numerics": "bf16"}, ["numerics", "bf16", "faithful, fast, float32"]),
@@ -196,6 +208,7 @@ def test_bad_argument_is_refused_with_name_and_value(model_dir, arguments, named
         resolve({"model": model_dir, **arguments}, NOTHING)
     for text in named:
         assert text in str(caught.value)
+    assert not caught.value.what.startswith(("scheduler.", "device.", "cache.")), "the option, not our field"
 
 
 @pytest.mark.parametrize(("processors", "most"), [(1, 256), (2, 256), (64, 512)])

@@ -114,6 +114,7 @@ def test_a_mistake_does_not_end_the_chat(model_path, monkeypatch, capsys):
     assert _chat(model_path) == 0
     err = capsys.readouterr().err
     assert "error" in err
+    assert ".." not in err, "one full stop ends a sentence"
     assert "tokens/s" in err
 
 

@@ -57,6 +57,24 @@ def test_every_command_has_help(command, capsys):
     assert "--traceback" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "what", "help_of"),
+    [
+        (["generate", "x", "--nope"], "unrecognized arguments: --nope", "deepinfer generate"),
+        (["--nope", "generate"], "unrecognized arguments: --nope", "deepinfer"),
+        (["inspect", ""], "the path is empty", "deepinfer inspect"),
+        (["make-checkpoint", " "], "the path is empty", "deepinfer make-checkpoint"),
+    ],
+)
+def test_the_help_that_is_named_is_the_one_that_helps(arguments, what, help_of, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    first, _, fix = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"{help_of}: error: ")
+    assert what in first
+    assert f"`{help_of} --help`" in fix
+
+
 @pytest.mark.parametrize("arguments", ["dance", "generate --temprature=1", "generate --max-tokens x"])
 def test_malformed_arguments_exit_with_two(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -213,6 +231,7 @@ def test_engine_defaults_apply_where_no_sampling_flag_is_given(generate):
         ([""], "empty"),
         (["\udcff"], "surrogate"),
         (["x", "--model", "/nowhere"], "/nowhere"),
+        (["x", "--model", ""], "the path is empty"),
         (["x", "--numerics", "fp16"], "fp16"),
         (["x", "--ops", "moe=fast"], "moe=fast"),
         (["--prompts-file", "/nowhere.txt"], "/nowhere.txt"),

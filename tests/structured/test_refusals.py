@@ -257,3 +257,11 @@ def test_so_args_become_descriptions() -> None:
     ):
         with pytest.raises(ValueError):
             from_so_args(bad)
+
+
+@pytest.mark.parametrize("value", ["0.5", "[0.5]", '{"a":[0.5,1.25]}'])
+def test_numbers_in_a_message_look_as_in_the_schema(value: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        JsonSchema('{"type": "integer", "multipleOf": ' + value + "}")
+    assert "Decimal" not in str(caught.value)
+    assert "0.5" in str(caught.value)

@@ -97,8 +97,9 @@ def test_missing_tokenizer_names_the_file(tmp_path: Path, config: ModelConfig) -
 )
 def test_broken_tokenizer_is_a_checkpoint_error(tmp_path: Path, config: ModelConfig, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read") as caught:
         Tokenizer.from_directory(tmp_path, config)
+    assert len(caught.value.why) > 20, "a sentence, not the text of a KeyError"
 
 
 def test_broken_side_file_matters_and_a_missing_special_token_too(checkpoint: Path, config: ModelConfig) -> None:

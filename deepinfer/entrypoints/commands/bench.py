@@ -6,10 +6,10 @@ import argparse
 import json
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 from deepinfer.checkpoint.tiny import tiny_config
+from deepinfer.config.flags import path_argument
 from deepinfer.engine.engine import Engine
 from deepinfer.entrypoints.benchmark.measure import measure_decode, measure_hit, measure_prefill, peak_rss_bytes
 from deepinfer.entrypoints.benchmark.plot import plot_record, require_matplotlib
@@ -40,8 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40, help="decoding steps per batch size (default: 40)")
     parser.add_argument("--repeats", type=int, default=2, help="prompts per length, the fastest counts (default: 2)")
     parser.add_argument("--bench-seed", type=int, default=0, help="of the prompts (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (png, svg or pdf; needs matplotlib)")
+    parser.add_argument("--json", type=path_argument, metavar="FILE", help="write the record")
+    parser.add_argument(
+        "--plot", type=path_argument, metavar="FILE", help="draw it (png, svg or pdf; needs matplotlib)"
+    )
     add_model_arguments(parser)
 
 

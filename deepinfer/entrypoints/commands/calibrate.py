@@ -6,6 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
+from deepinfer.config.flags import path_argument
 from deepinfer.engine.speculation_setup import CALIBRATION_FILE
 from deepinfer.errors import ConfigError
 from deepinfer.speculative.calibration import MIN_ROWS, Calibration, calibrate
@@ -15,10 +16,12 @@ _FEW_ROWS = 1000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="files written with --confidence-log")
+    parser.add_argument(
+        "logs", nargs="+", type=path_argument, metavar="LOG", help="files written with --confidence-log"
+    )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=path_argument,
         metavar="FILE",
         help=f"where the temperatures go; named {CALIBRATION_FILE} beside a checkpoint, its engine finds them "
         f"(default: {CALIBRATION_FILE} here)",

@@ -14,7 +14,9 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
+from deepinfer.config.engine import MAX_DRAFTS
 from deepinfer.config.env import read_environment
+from deepinfer.config.flags import path_argument
 from deepinfer.config.model_file import load_model_config
 from deepinfer.entrypoints.benchmark.record import environment_record
 from deepinfer.entrypoints.engine_args import add_model_arguments, load_llm, model_arguments
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help=f"a first impression: {QUICK_SAMPLES} samples, short texts"
     )
     parser.add_argument("--eval-seed", type=int, default=0, help="of the samples (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
+    parser.add_argument("--json", type=path_argument, metavar="FILE", help="write the record")
     parser.add_argument(
         "--compare",
         nargs=2,
@@ -179,7 +181,9 @@ def _load(namespace: argparse.Namespace) -> LLM:
     if "num_speculative_tokens" not in read_environment().options:
         # Left open, an engine stops drafting where its times say so, and tokens per step would depend on the machine.
         text = load_model_config(model_arguments(namespace)["model"]).text
-        defaults["num_speculative_tokens"] = text.dspark_block_size if text.num_nextn_predict_layers else 0
+        defaults["num_speculative_tokens"] = (
+            min(text.dspark_block_size, MAX_DRAFTS) if text.num_nextn_predict_layers else 0
+        )
     return load_llm(namespace, **defaults)
 
 

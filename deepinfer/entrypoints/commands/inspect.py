@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.checkpoint.inspect import CheckpointSummary, summarize, summarize_config
+from deepinfer.config.flags import path_argument
 from deepinfer.config.model_file import load_model_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("path", type=Path, help="checkpoint directory, or a config.json for the sizes it would have")
+    parser.add_argument(
+        "path", type=path_argument, help="checkpoint directory, or a config.json for the sizes it would have"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

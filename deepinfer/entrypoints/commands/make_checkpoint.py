@@ -10,6 +10,7 @@ from pathlib import Path
 from deepinfer.checkpoint.inspect import summarize, summarize_config
 from deepinfer.checkpoint.random_checkpoint import make_random_checkpoint
 from deepinfer.checkpoint.tiny import tiny_config
+from deepinfer.config.flags import path_argument
 from deepinfer.config.model import ModelConfig
 from deepinfer.config.model_file import load_model_config
 from deepinfer.errors import CapacityError, ConfigError
@@ -25,9 +26,9 @@ _MOST_BYTES = 4 * 2**30  # values are made in float32 one tensor at a time: mean
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("directory", type=Path, help="where to write; made when absent")
+    parser.add_argument("directory", type=path_argument, help="where to write; made when absent")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--config", type=Path, metavar="FILE", help="config.json of the model")
+    source.add_argument("--config", type=path_argument, metavar="FILE", help="config.json of the model")
     source.add_argument("--preset", choices=PRESETS, default="tiny", help="a built-in configuration (default: tiny)")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: 0)")
     parser.add_argument("--no-vision", action="store_true", help="leave the vision part out")
