@@ -31,7 +31,9 @@ class CompletionOutput:
     """One entry per token, or None if none were asked for."""
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
-    """None while running; ``stop``, ``length``, ``abort``, ``prompt_length_exceeded`` or ``error``."""
+    """None while running; then ``stop`` (EOS, a stop token or a stop string), ``length``, ``abort``,
+    ``prompt_length_exceeded`` or ``error``; or why there is no grammar for structured output: ``invalid_schema``,
+    ``schema_timeout``, ``schema_too_large`` or ``schema_cancelled``. The request's ``error`` has the details."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the output; None for EOS and all other reasons."""
     num_preemptions: int = 0

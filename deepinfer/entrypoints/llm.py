@@ -148,8 +148,9 @@ class LLM:
 
         Args:
             messages: dicts with ``role`` and ``content``, or a list of such lists.
-            chat_options: ``thinking`` (here off by default), ``reasoning_effort``, ``tools``,
-                ``add_generation_prompt``, ``continue_final_message``; see :func:`deepinfer.tokenizer.chat.encode_chat`.
+            chat_options: ``thinking`` (here off by default), ``reasoning_effort`` (only beside ``thinking``: without it
+                nothing would have the effort), ``tools``, ``tool_choice``, ``add_generation_prompt``,
+                ``continue_final_message``; see :func:`deepinfer.tokenizer.chat.encode_chat`.
         Returns, Raises:
             as :meth:`generate`.
         """
@@ -171,6 +172,14 @@ class LLM:
             if name not in CHAT_OPTIONS:
                 known = ", ".join(CHAT_OPTIONS)
                 raise RequestError(name, chat_options[name], why="there is no such chat option", fix=f"known: {known}")
+        effort = chat_options.get("reasoning_effort")
+        if chat_options.get("thinking") is None and effort not in (None, "none"):
+            raise RequestError(
+                "reasoning_effort",
+                effort,
+                why="thinking is off here unless it is asked for, and an effort alone does nothing",
+                fix="add thinking=True, or thinking=False if the effort may go unused",
+            )
         ids = encode_chat(messages, tokenizer=tokenizer, **{"thinking": False, **chat_options})
         if tokenizer.image_token_id in ids:
             raise RequestError("messages", "an image part", why="images are not supported yet", fix="send text only")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -10,9 +11,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from deepinfer.engine.engine import Engine
+from deepinfer.engine.engine import FINISH_PROMPT_TOO_LONG, Engine
+from deepinfer.engine.output_builder import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
+from deepinfer.engine.outputs import CompletionOutput
 from deepinfer.errors import RequestError
 from deepinfer.sampling.params import SamplingParams
+from deepinfer.scheduler.sequence import FINISH_ABORT
+from deepinfer.structured import failures
 from deepinfer.structured.spec import Choice, JsonSchema, Regex, StructuredSpec
 from tests.engine.support import make_engine, random_ids
 
@@ -121,3 +126,11 @@ def test_abort_finds_a_request_whose_grammar_is_pending(tiny_path: Path) -> None
     assert not engine.has_work()
     engine.check()
     engine.close()
+
+
+def test_every_finish_reason_is_documented() -> None:
+    described = inspect.getsource(CompletionOutput)
+    kinds = [value for name, value in vars(failures).items() if name.isupper() and name != "VENDOR_REASON"]
+    assert len(kinds) == 4
+    for reason in (*kinds, FINISH_STOP, FINISH_LENGTH, FINISH_ERROR, FINISH_ABORT, FINISH_PROMPT_TOO_LONG):
+        assert f"``{reason}``" in described
