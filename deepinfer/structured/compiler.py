@@ -266,7 +266,7 @@ class GrammarCompiler:
         except WorkerGoneError as error:
             if error.was_killed and may_retry and not job.is_cancelled:  # not its own doing: once more
                 return self._compile(job, worker, may_retry=False)
-            return _failure_of(error, kind)
+            return _failure_of(error, kind, limits.memory_bytes)
         if isinstance(reply, Refused):
             return GrammarFailure(reply.kind, reply.message)
         try:
@@ -276,8 +276,10 @@ class GrammarCompiler:
         return CompiledGrammar(job.key, handle, max(1, int(handle.memory_size_bytes())))
 
 
-def _failure_of(error: WorkerGoneError, kind: str) -> GrammarFailure:
+def _failure_of(error: WorkerGoneError, kind: str, memory_bytes: int) -> GrammarFailure:
     """A worker that dies while it compiles has met a limit, or a grammar that the library can't bear."""
     if "processor time" in str(error):
         return GrammarFailure(SCHEMA_TIMEOUT, f"compiling the {kind}: {error}")
-    return GrammarFailure(SCHEMA_TOO_LARGE, f"compiling the {kind} failed: {error}; describe less")
+    # The library does not always say that it got no memory: a thread of its own then ends the process.
+    memory = f"it may have run out of the {memory_bytes / 2**30:.3g} GiB of memory that it is allowed"
+    return GrammarFailure(SCHEMA_TOO_LARGE, f"compiling the {kind} failed: {error}; {memory}; describe less")

@@ -218,6 +218,19 @@ def test_killed_worker_is_replaced_and_its_grammar_tried_again(make: Callable[..
     assert worker.num_starts == 4
 
 
+def test_a_worker_that_dies_of_itself_may_have_had_no_memory(make: Callable[..., GrammarCompiler]) -> None:
+    compiler = make(timeout_s=60, memory_bytes=3 << 30)
+    ticket = compiler.submit(SLOW)
+    wait_until(lambda: is_working(compiler, ticket))
+    time.sleep(0.2)
+    os.kill(compiler._workers[0].pid or 0, signal.SIGABRT)  # how a thread of the library ends without memory
+    failure = compiler.wait(ticket, 30)
+    assert isinstance(failure, GrammarFailure)
+    assert failure.kind == SCHEMA_TOO_LARGE
+    assert "SIGABRT" in failure.message
+    assert "may have run out of the 3 GiB of memory" in failure.message
+
+
 def test_cancelling_stops_a_compile_nobody_waits_for(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make(timeout_s=60)
     first, second = compiler.submit(SLOW), compiler.submit(SLOW)
