@@ -6,6 +6,7 @@ The engine runs inside the calls of this class. Threads take turns: a second cal
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ from deepinfer.tokenizer.chat import encode_chat
 from deepinfer.tokenizer.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
+logger = logging.getLogger(__name__)
+
 CHAT_OPTIONS = (
     "thinking",
     "reasoning_effort",
@@ -174,11 +177,10 @@ class LLM:
                 raise RequestError(name, chat_options[name], why="there is no such chat option", fix=f"known: {known}")
         effort = chat_options.get("reasoning_effort")
         if chat_options.get("thinking") is None and effort not in (None, "none"):
-            raise RequestError(
-                "reasoning_effort",
+            logger.warning(
+                "reasoning_effort=%r does nothing: thinking is off here unless it is asked for; add thinking=True, or "
+                "thinking=False if the effort may go unused",
                 effort,
-                why="thinking is off here unless it is asked for, and an effort alone does nothing",
-                fix="add thinking=True, or thinking=False if the effort may go unused",
             )
         ids = encode_chat(messages, tokenizer=tokenizer, **{"thinking": False, **chat_options})
         if tokenizer.image_token_id in ids:

@@ -14,7 +14,7 @@ import pytest
 from deepinfer import LLM, SamplingParams
 from deepinfer.entrypoints import llm as llm_module
 from deepinfer.entrypoints.llm import GenerationInterrupted
-from deepinfer.errors import EngineError, RequestError
+from deepinfer.errors import EngineError
 from tests.entrypoints.conftest import SMALL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -306,14 +306,16 @@ def test_chat_is_generate_on_the_encoded_conversation(llm):
     assert answers[0].outputs == answer.outputs
 
 
-def test_an_effort_without_thinking_is_refused(llm, monkeypatch):
+def test_an_effort_without_thinking_is_told(llm, monkeypatch, caplog):
     given = []
     monkeypatch.setattr(llm_module, "encode_chat", lambda messages, **options: given.append(options) or [3, 4])
     messages = [{"role": "user", "content": "Hello"}]
     for effort in ("high", 40):
-        with pytest.raises(RequestError, match="dd thinking=True"):
-            llm.chat(messages, GREEDY, use_tqdm=False, reasoning_effort=effort)
-    assert not given
+        caplog.clear()
+        llm.encode_conversation(messages, reasoning_effort=effort)
+        assert "add thinking=True" in caplog.text
+        assert given.pop()["thinking"] is False
+    caplog.clear()
     for options in (
         {"reasoning_effort": "none"},
         {"reasoning_effort": None},
@@ -322,6 +324,7 @@ def test_an_effort_without_thinking_is_refused(llm, monkeypatch):
     ):
         llm.encode_conversation(messages, **options)
     assert [options["thinking"] for options in given] == [False, False, True, False]
+    assert not caplog.records
 
 
 # ---- interrupts and failures -----------------------------------------------------------------------------------------
