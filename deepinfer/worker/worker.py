@@ -84,7 +84,11 @@ class Worker:
         for num_rows in sorted({min(48, max_rows), max_rows}):
             plan = StepPlan(0, (null_prompt(num_rows, decoder_keep),))
             owner = RowOwner(SamplingState(SamplingParams(), [0], vocab_size=self.runner.config.vocab_size))
-            self.read(self.sample_unread(self.launch(plan), [owner]))
+            launched = self.launch(plan)
+            if self.can_chain(plan.chunks, [owner]):
+                self.read(self.sample_unread(launched, [owner]))
+            else:
+                self.sample(launched, [owner])
         self._end = None
 
     def launch(self, plan: StepPlan, verify_rows: int | None = None) -> Launched:

@@ -81,6 +81,19 @@ def test_prompts_of_the_start_leave_no_trace(path: Path, drafts: int) -> None:
     engine.check()
 
 
+def test_prompts_of_the_start_wait_where_steps_have_to(path: Path) -> None:
+    """The rejection verifier needs the distributions of the drafts, so its steps are never chained."""
+    arguments = {"num_speculative_tokens": 4, "adaptive_verification": False, "sampler": "rejection"}
+    cases = random_cases(6, seed=3)
+    expected = run_crowd(make_engine(path, **arguments), cases, seed=1)
+    engine = make_engine(path, **arguments)
+    engine.runner.device_tokens = object()  # type: ignore[assignment] - as on a GPU
+    engine.worker.prepare(100, 0, show_progress=False)
+    engine.runner.device_tokens = None
+    assert run_crowd(engine, cases, seed=1) == expected
+    engine.check()
+
+
 def _once(function: Any, error: BaseException, call: int) -> Any:
     """``function``, but its call number ``call`` raises."""
     calls = 0
