@@ -64,7 +64,8 @@ def step_shape(config: EngineConfig) -> StepShape:
     return StepShape(
         max_rows=limits.max_num_batched_tokens,
         max_sampled_rows=limits.max_num_seqs * (1 + limits.num_speculative_tokens),
-        num_graphs=len(steps) * (2 if samples_in_graphs(config) else 1) + len(drafts),
+        num_graphs=len(steps) + len(drafts),
+        num_sampler_graphs=len(steps) if samples_in_graphs(config) else 0,
         max_graph_samples=steps[-1] if steps and samples_in_graphs(config) else 0,
         num_drafts=limits.num_speculative_tokens,
         max_graph_drafts=drafts[-1] if drafts else 0,

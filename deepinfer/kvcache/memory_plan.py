@@ -21,7 +21,9 @@ CONTEXT_BYTES = 700 * 2**20
 """What a CUDA context, its libraries and loaded kernels take."""
 
 BYTES_PER_GRAPH = 24 * 2**20
-"""What one captured graph takes, its nodes and its share of the common pool."""
+"""What one captured forward or draft takes, its nodes and its share of the common pool."""
+BYTES_PER_SAMPLER_GRAPH = 4 * 2**20
+"""The same of a captured sampler: a dozen nodes. Logits are counted apart; those of all sizes are in one place."""
 
 HEAD_ROWS = 64
 """Rows to whose multiple batch-invariant products of the vocabulary are filled up."""
@@ -53,7 +55,8 @@ class StepShape:
     max_sampled_rows: int
     """Rows whose logits exist at once."""
     num_graphs: int = 0
-    """CUDA graphs that are kept."""
+    """CUDA graphs of forwards and drafts that are kept."""
+    num_sampler_graphs: int = 0
     num_drafts: int = 0
     """Tokens of a draft's block."""
     max_graph_samples: int = 0
@@ -147,9 +150,7 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
 
     return (
         MemoryItem(CONTEXT, CONTEXT_BYTES),
-        MemoryItem(
-            "graphs", shape.num_graphs * BYTES_PER_GRAPH, f"{shape.num_graphs} x {BYTES_PER_GRAPH / 2**20:.0f} MiB"
-        ),
+        _graphs(shape),
         item("streams", rows, trunk, _ACTIVATION_BYTES),
         MemoryItem("sublayer", max(sublayers.values()), f"{rows:,} rows, the largest of: {largest} bytes"),
         item("features for drafts", rows, features, _ACTIVATION_BYTES),
@@ -159,6 +160,12 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
         item("logits of captured drafts", _captured_logits(shape), text.vocab_size, _FLOAT_BYTES),
         item("logits and their copy", sampled + _filled_up(sampled), text.vocab_size, _FLOAT_BYTES),
     )
+
+
+def _graphs(shape: StepShape) -> MemoryItem:
+    kinds = [(shape.num_graphs, BYTES_PER_GRAPH), (shape.num_sampler_graphs, BYTES_PER_SAMPLER_GRAPH)]
+    arithmetic = " + ".join(f"{count} x {each / 2**20:.0f} MiB" for count, each in kinds)
+    return MemoryItem("graphs", sum(count * each for count, each in kinds), arithmetic)
 
 
 def _captured_logits(shape: StepShape) -> int:

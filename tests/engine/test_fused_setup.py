@@ -82,11 +82,12 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     shapes = {mode: step_shape(on_nvidia(tiny_path, cuda_graphs=mode, **arguments)) for mode in ("startup", "off")}
     config = on_nvidia(tiny_path, **arguments)
     decoding, drafting = graph_sizes(config.scheduler), draft_graph_sizes(config.scheduler)
-    assert shapes["startup"].num_graphs == 2 * len(decoding) + len(drafting)  # with a sampler for each forward
+    assert shapes["startup"].num_graphs == len(decoding) + len(drafting)
+    assert shapes["startup"].num_sampler_graphs == len(decoding)
     assert shapes["startup"].max_graph_drafts == 16
     assert shapes["startup"].max_graph_samples == decoding[-1]
     off = shapes["off"]
-    assert off.num_graphs == off.max_graph_drafts == off.max_graph_samples == 0
+    assert off.num_graphs == off.num_sampler_graphs == off.max_graph_drafts == off.max_graph_samples == 0
     assert not shapes["off"].is_fast
     assert step_shape(replace(config, numerics="fast")).is_fast
     text = tiny_config(vision=False).text
@@ -95,6 +96,8 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     }
     of_graphs = "graphs", "logits of captured steps", "logits of captured drafts"
     assert [reserves["off"][name] for name in of_graphs] == [0, 0, 0]
+    graphs = (len(decoding) + len(drafting)) * 24 + len(decoding) * 4
+    assert reserves["startup"]["graphs"] == graphs * 2**20
     assert reserves["startup"]["logits of captured steps"] == 128 * text.vocab_size * 4  # 80 rows, filled up
     rows = 16 * 4 + 3 * 64
     assert reserves["startup"]["logits of captured drafts"] == rows * text.vocab_size * 4
@@ -105,9 +108,10 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     assert uneven["logits of captured drafts"].num_bytes == rows * text.vocab_size * 4
     assert uneven["logits and their copy"].num_bytes == (100 + 128) * text.vocab_size * 4
     rejecting = step_shape(on_nvidia(tiny_path, sampler="rejection", **arguments))
-    assert (rejecting.num_graphs, rejecting.max_graph_samples) == (len(decoding), 0)
+    assert (rejecting.num_graphs, rejecting.num_sampler_graphs, rejecting.max_graph_samples) == (len(decoding), 0, 0)
     waiting = step_shape(on_nvidia(tiny_path, async_scheduling=False, **arguments))
-    assert (waiting.num_graphs, waiting.max_graph_samples) == (len(decoding) + len(drafting), 0)
+    assert waiting.num_graphs == len(decoding) + len(drafting)
+    assert waiting.num_sampler_graphs == waiting.max_graph_samples == 0
     with pytest.raises(ConfigError, match="cuda_graphs"):
         on_nvidia(tiny_path, cuda_graphs="sometimes")
 
