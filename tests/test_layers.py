@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": BASE | {"messages", "kvcache"},
     "checkpoint": BASE | {"tokenizer"},
     "ops": BASE | {"platforms"},
-    "kernels": BASE | {"ops", "checkpoint"},
+    "kernels": BASE | {"platforms", "ops", "checkpoint"},
     "layers": BASE | {"platforms", "ops", "kernels", "checkpoint"},
     "models": MODEL - {"models"},
     "sampling": BASE | {"messages", "ops", "kernels"},

@@ -274,12 +274,13 @@ def noting(submit: Callable[[Callable[[], None]], object]) -> Iterator[None]:
 
 
 def _compile_for(source: str, defines: tuple[tuple[str, int], ...], index: int) -> None:
-    architecture = _architecture(index)
-    _compiled[source, defines, architecture] = compile_cubin(source, dict(defines), architecture)
+    key = source, defines, _architecture(index)
+    if key not in _compiled:  # another engine of the process may have had it
+        _compiled[key] = compile_cubin(source, dict(defines), key[2])
 
 
 _compiled: dict[tuple[str, tuple[tuple[str, int], ...], str], bytes] = {}
-"""Compiled and not yet loaded: the disk may not have taken them."""
+"""What :func:`noting` led to: the disk may not have taken it, and a file may have several entries to load."""
 
 
 def _architecture(index: int) -> str:
@@ -290,7 +291,7 @@ def _architecture(index: int) -> str:
 @functools.cache
 def _load(source: str, entry: str, defines: tuple[tuple[str, int], ...], index: int, shared_bytes: int) -> Kernel:
     architecture = _architecture(index)
-    cubin = _compiled.pop((source, defines, architecture), None) or compile_cubin(source, dict(defines), architecture)
+    cubin = _compiled.get((source, defines, architecture)) or compile_cubin(source, dict(defines), architecture)
     _bind_context(index)
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"load {source}")

@@ -116,7 +116,7 @@ class Drafter:
         return proposal.token_ids, confidence
 
     def capture_graphs(self, show_progress: bool) -> None:
-        """Capture what can be replayed; see :class:`~deepinfer.worker.fused_drafter.FusedDrafter`."""
+        """Compile and capture what can be replayed; see :class:`~deepinfer.worker.fused_drafter.FusedDrafter`."""
 
     def can_follow(self, owners: Sequence[SamplingState], grammars: Sequence[GrammarMatcher | None]) -> bool:
         """Whether :meth:`follow` can draft for these sequences: nothing it needs is known to the host only."""

@@ -176,6 +176,17 @@ def test_speculation_changes_no_greedy_token_in_invariant_mode(path: Path) -> No
     assert engine.runner.graphs.graphs.num_replays > 20  # type: ignore[attr-defined]
 
 
+def run_mixed(engine: Engine, requests: int) -> None:
+    """Requests with mixed settings that come one by one and go one by one."""
+    for number in range(requests):
+        values: dict[str, Any] = {"temperature": (0.0, 1.0, 2.0)[number % 3], "top_p": (1.0, 0.8)[number % 2]}
+        params = SamplingParams(max_tokens=6 + 3 * number, seq_seed=number, ignore_eos=True, **values)
+        engine.add_request(random_ids(5 + 9 * number, seed=number), params)
+        engine.step()
+    while engine.has_work():
+        assert not any(output.error for output in engine.step())
+
+
 def drafts_of(engine: Engine, requests: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What a drafter is asked for while some requests run, and what it answers: (table, verified, drafts)."""
     step, found = engine.worker.drafter.step, []  # type: ignore[union-attr]
@@ -193,13 +204,7 @@ def drafts_of(engine: Engine, requests: int, monkeypatch: pytest.MonkeyPatch) ->
         return outputs
 
     monkeypatch.setattr(step, "draft", noted)
-    for number in range(requests):
-        values: dict[str, Any] = {"temperature": (0.0, 1.0, 2.0)[number % 3], "top_p": (1.0, 0.8)[number % 2]}
-        params = SamplingParams(max_tokens=6 + 3 * number, seq_seed=number, ignore_eos=True, **values)
-        engine.add_request(random_ids(5 + 9 * number, seed=number), params)
-        engine.step()
-    while engine.has_work():
-        assert not any(output.error for output in engine.step())
+    run_mixed(engine, requests)
     return found
 
 
@@ -240,24 +245,18 @@ def test_graph_equals_launches_for_the_sampler(path: Path, monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr(step, "sample", checked)
-    for number in range(5):
-        values: dict[str, Any] = {"temperature": (0.0, 1.0, 2.0)[number % 3], "top_p": (1.0, 0.8)[number % 2]}
-        params = SamplingParams(max_tokens=6 + 3 * number, seq_seed=number, ignore_eos=True, **values)
-        engine.add_request(random_ids(5 + 9 * number, seed=number), params)
-        engine.step()
-    while engine.has_work():
-        assert not any(output.error for output in engine.step())
+    run_mixed(engine, 5)
     assert set(counts) == {1, 2, 3, 4, 5}
 
 
-def test_no_request_waits_for_a_compiler(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What prompts and decoding launch is there when the engine is; but for the index kernels that stand in where the
-    CUDA ones do not take a model's widths, as they do not here: Triton compiles those apart by widths of tables."""
+def test_no_request_waits_for_a_compiler(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What prompts and decoding launch is there when the engine is, on a machine that has compiled nothing yet (but for
+    Triton's kernels that earlier tests of the process had). The index kernels that stand in where the CUDA ones do not
+    take a model's widths, as they do not here, are compiled apart by widths of tables."""
     from triton.runtime.jit import JITFunction
 
     from deepinfer.kernels import nvrtc
 
-    engine = nvidia(path)
     compiled, of_triton, of_cuda = list[str](), JITFunction._do_compile, nvrtc._compile
 
     def noted(self: Any, *arguments: Any) -> Any:
@@ -268,8 +267,14 @@ def test_no_request_waits_for_a_compiler(path: Path, monkeypatch: pytest.MonkeyP
         compiled.append(arguments[2])
         return of_cuda(*arguments)
 
+    monkeypatch.setattr(nvrtc, "_cache_directory", tmp_path)
+    monkeypatch.setattr(nvrtc, "_compiled", {})
+    nvrtc._load.cache_clear()
     monkeypatch.setattr(JITFunction, "_do_compile", noted)
     monkeypatch.setattr(nvrtc, "_compile", noted_cuda)
+    engine = nvidia(path)
+    assert sum(name.endswith(".cu") for name in compiled) > 10
+    compiled.clear()
     for length in (5, 37, 100, 250, 333):
         greedy(engine, random_ids(length), 4)
     assert not set(compiled) - {"_score_chunks_kernel", "_score_rows_kernel", "_publish_entries_kernel"}

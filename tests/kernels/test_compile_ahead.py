@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -88,10 +90,83 @@ def test_what_was_compiled_is_loaded(
         load()
     assert len(compiled) == 1
     assert len(texts) == 1
-    assert not nvrtc._compiled
+    with nvrtc.noting(lambda job: job()):  # a second engine
+        load()
+    assert len(compiled) == 1
     with pytest.raises(nvrtc.KernelError):
         load(BLOCK=16)  # not noted before
     assert len(compiled) == 2
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``compile_ahead`` and Triton's kernels, of which none runs."""
+    pytest.importorskip("triton")
+    from triton.runtime import _async_compile
+    from triton.runtime.jit import JITFunction
+
+    from deepinfer.kernels import compile_ahead
+
+    run = JITFunction.run
+    monkeypatch.setattr(compile_ahead, "num_processors", lambda: 2)
+    yield SimpleNamespace(ahead=compile_ahead, kernels=JITFunction, mode=_async_compile.active_mode)
+    assert JITFunction.run is run
+    assert _async_compile.active_mode.get() is None
+    assert not nvrtc.is_noting()
+
+
+def test_everything_noted_is_compiled_at_the_end(
+    modules: Any, compiled: list[tuple[str, dict[str, int], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[bool] = []
+    kernel = object.__new__(modules.kernels)
+    with monkeypatch.context() as patch:
+        patch.setattr(modules.kernels, "run", lambda self, *values, grid, warmup: launched.append(warmup))
+        with modules.ahead.compiling("kernels"):
+            for block in (8, 16, 32, 8):
+                load(BLOCK=block).launch((1, 1, 1), 32, ())
+            kernel[(1,)]()
+            thread = threading.Thread(target=kernel[(1,)])
+            thread.start()
+            thread.join()
+        assert sorted(call[1]["BLOCK"] for call in compiled) == [8, 16, 32]
+        kernel[(1,)]()
+    assert launched == [True, False, False]  # this thread's inside, another's, this one's behind
+
+
+def test_what_does_not_compile_is_told_and_left_to_its_launch(
+    modules: Any, compiled: list[tuple[str, dict[str, int], str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with modules.ahead.compiling("kernels"):
+        load()
+        load(WRONG=1)
+    assert len(compiled) == 2
+    assert "1 of 2 kernels could not be compiled ahead" in caplog.text
+    assert [dict(defines).get("WRONG") for _, defines, _ in nvrtc._compiled] == [None]
+
+
+def test_an_interrupt_does_not_wait_for_what_is_queued(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(nvrtc, "_compile_for", lambda *kernel: (time.sleep(0.2), done.append(kernel)))
+
+    def interrupted() -> None:
+        with modules.ahead.compiling("kernels"):
+            for block in range(40):
+                load(BLOCK=block)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(done) < 10
+    with modules.ahead.compiling("kernels"):
+        load()
+    assert len(done) < 12
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_rows", [1, 5, 16, 100, 8192])

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 from deepinfer.checkpoint.device_loader import DeviceLoader
 from deepinfer.checkpoint.reader import open_checkpoint
-from deepinfer.messages import Chunk, StepPlan
+from deepinfer.messages import StepPlan
 from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.warm_up import null_prompts
 from tests.engine.support import chunk_of, make_checkpoint, make_engine, random_ids
@@ -197,9 +197,3 @@ def test_sampler_and_draft_are_noted_before_they_are_captured(tmp_path: Path, mo
             step.prepare(show_progress=False)
             assert noted
             assert all(step.graphs.is_captured(size) for size in step.graphs.sizes)
-
-
-def test_the_null_prompt_is_a_chunk_of_nobody() -> None:
-    prompts: list[Chunk] = null_prompts(64, 0)
-    assert {prompt.state_slot for prompt in prompts} == {0}
-    assert {block for prompt in prompts for block in prompt.block_table} == {0}

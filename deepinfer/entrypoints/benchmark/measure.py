@@ -67,7 +67,7 @@ class DecodeRecord:
 
     @property
     def overhead_share(self) -> float:
-        """Share of the wall time that is neither forward nor sampler nor draft, in [0, 1]."""
+        """Share of the wall time that is neither forward nor sampler nor draft nor waiting for them, in [0, 1]."""
         useful = sum(self.phase_seconds.get(name, 0.0) for name in ("forward", "sample", "draft", "wait"))
         return 1 - useful / self.seconds
 
