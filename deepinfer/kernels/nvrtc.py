@@ -164,19 +164,25 @@ class TensorMap(ctypes.Structure):  # CUtensorMap; its creation demands 64-byte 
 
 
 @functools.lru_cache(maxsize=4096)
-def _tensor_map(address: int, rows: int, columns: int, stride_bytes: int, box_rows: int, box_columns: int) -> TensorMap:
+def _tensor_map(
+    address: int, element: int, size: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> TensorMap:
+    """Sizes and boxes from the dimension with the densest elements on, strides in bytes from the second."""
     room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 63)
     tensor_map = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)
-    size = (ctypes.c_uint64 * 2)(columns, rows)
-    strides = (ctypes.c_uint64 * 1)(stride_bytes)
-    box, steps = (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1)
-    bf16, no_interleave, swizzle_128, promote_128, fill_zero = 9, 0, 3, 2, 0
+    rank = len(size)
+    of_size, of_strides, of_box = ctypes.c_uint64 * rank, ctypes.c_uint64 * (rank - 1), ctypes.c_uint32 * rank
+    no_interleave, promote_128, fill_zero = 0, 2, 0
     result = _driver().cuTensorMapEncodeTiled(
-        ctypes.byref(tensor_map), bf16, 2, ctypes.c_void_p(address), size, strides, box, steps,
-        no_interleave, swizzle_128, promote_128, fill_zero,
+        ctypes.byref(tensor_map), element, rank, ctypes.c_void_p(address), of_size(*size), of_strides(*strides),
+        of_box(*box), of_box(*(1,) * rank), no_interleave, swizzle, promote_128, fill_zero,
     )  # fmt: skip
-    _check(result, f"describe a [{rows}, {columns}] operand to the tensor copy engine")
+    _check(result, f"describe an operand of {size[::-1]} elements to the tensor copy engine")
     return tensor_map
+
+
+_BF16, _UINT64 = 9, 4  # CUtensorMapDataType
+_NO_SWIZZLE, _SWIZZLE_128 = 0, 3
 
 
 def tensor_map(x: Tensor, box_rows: int, box_columns: int) -> TensorMap:
@@ -188,7 +194,18 @@ def tensor_map(x: Tensor, box_rows: int, box_columns: int) -> TensorMap:
     """
     rows, columns = x.shape
     stride = x.stride(0) if rows > 1 else columns  # the stride of a single row may be anything
-    return _tensor_map(x.data_ptr(), rows, columns, stride * 2, box_rows, box_columns)
+    return _tensor_map(x.data_ptr(), _BF16, (columns, rows), (stride * 2,), (box_columns, box_rows), _SWIZZLE_128)
+
+
+def block_map(blocks: Tensor, box_rows: int) -> TensorMap:
+    """How the tensor copy engine finds ``[box_rows, 1, bytes]`` of ``blocks``, with zeros outside.
+
+    Args:
+        blocks: contiguous uint8 ``[rows, columns, bytes]``; at most 2,048 bytes, a multiple of 16.
+    """
+    rows, columns, num_bytes = blocks.shape
+    size, box = (num_bytes // 8, columns, rows), (num_bytes // 8, 1, box_rows)
+    return _tensor_map(blocks.data_ptr(), _UINT64, size, (num_bytes, columns * num_bytes), box, _NO_SWIZZLE)
 
 
 @functools.cache

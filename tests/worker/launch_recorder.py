@@ -110,6 +110,7 @@ class Recorder:
             patch.setattr(nvrtc, "is_available", lambda device: True)
             patch.setattr(nvrtc, "num_multiprocessors", lambda device: 132)
             patch.setattr(nvrtc, "tensor_map", lambda x, rows, columns: _Map(x.data_ptr()))
+            patch.setattr(nvrtc, "block_map", lambda blocks, rows: _BlockMap(blocks.data_ptr()))
             patch.setattr(nvrtc, "load_kernel", lambda *args, **named: _Kernel(recorder, *args[:3]))
             patch.setattr(interpreter.InterpretedFunction, "__getitem__", launcher)
             patch.setattr(linear, "_cublas", lambda *tensors: recorder.note("cublas", Kind.ORDINARY, *tensors))
@@ -147,6 +148,10 @@ def _lets_start_early(source: str, entry: str) -> bool:
 
 class _Map(ctypes.Structure):
     _fields_ = (("x", ctypes.c_void_p),)
+
+
+class _BlockMap(ctypes.Structure):
+    _fields_ = (("weights", ctypes.c_void_p),)
 
 
 class _Kernel:

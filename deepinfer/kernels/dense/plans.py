@@ -74,19 +74,25 @@ def _ring(row_warps: int, k_warps: int, cluster: int, depths: dict[int, int], ct
 # 128 weight rows and one CTA per SM
 _16, _32, _48, _64 = Tile(16, 2, 1, 8, 1), Tile(32, 2, 1, 8, 1), Tile(48, 2, 1, 7, 1), Tile(64, 2, 1, 6, 1)
 _96, _128, _192, _256 = Tile(96, 2, 1, 8, 1), Tile(128, 2, 1, 8, 1), Tile(192, 2, 1, 6, 1), Tile(256, 2, 1, 5, 1)
+_384 = Tile(384, 2, 1, 4, 1)
 
 # (rows, columns, groups) of the weight
 _MEASURED: dict[tuple[int, int, int], tuple[Step, ...]] = {
     # wq_a + wkv
     (1792, 5120, 1): (
         _ring(4, 2, 8, {1: 3, 2: 3}),
-        Many(256, 8, (_32, _48, _64, _96, _128, _192, _256)),
+        Many(128, 8, (_32, _48, _64, _96, _128)),
+        Many(256, 4, (_96, _128)),
         Many(512, 4, (_192, _256)),
     ),
     # wq_b
     (32768, 1280, 1): (
         _ring(8, 2, 1, {1: 4}),
-        Many(512, 1, (_16, _32, _48, _64, Tile(96, 2, 2, 7, 1), Tile(128, 2, 2, 6, 1), _192, _256)),
+        Many(
+            512,
+            1,
+            (_16, _32, _48, Tile(64, 2, 1, 6, 2), Tile(96, 4, 1, 7, 1), Tile(128, 4, 1, 6, 1), _192, _256, _384),
+        ),
     ),
     # wq_b + index
     (36864, 1280, 1): (
@@ -94,7 +100,15 @@ _MEASURED: dict[tuple[int, int, int], tuple[Step, ...]] = {
         Many(
             512,
             1,
-            (Tile(32, 5, 1, 4, 1), Tile(48, 5, 1, 4, 1), Tile(64, 5, 1, 3, 1), _96, _128, _192, _256),
+            (
+                Tile(32, 5, 1, 4, 1),
+                Tile(48, 5, 1, 4, 1),
+                Tile(64, 5, 1, 3, 1),
+                Tile(96, 3, 1, 8, 1),
+                Tile(128, 3, 1, 7, 1),
+                _192,
+                _256,
+            ),
         ),
     ),
     # wo_a
@@ -106,27 +120,20 @@ _MEASURED: dict[tuple[int, int, int], tuple[Step, ...]] = {
     # wo_b
     (5120, 8192, 1): (
         _ring(11, 1, 8, {1: 4, 2: 4, 3: 4, 4: 4}),
-        Many(64, 5, (Tile(48, 2, 2, 5, 1), Tile(64, 2, 2, 4, 1))),
-        Many(128, 4, (Tile(96, 3, 1, 8, 1), Tile(128, 3, 1, 7, 1))),
-        Many(256, 3, (_192, _256), leaves_partial=True),
-        Many(512, 1, (_128, _192)),
+        Many(512, 3, (_48, _64, _96, _128, _192, _256, _384), leaves_partial=True),
     ),
     # gate and up projections of the shared expert
     (4608, 5120, 1): (
         _ring(10, 2, 8, {1: 2}),
         _ring(10, 1, 8, {2: 2, 3: 2, 4: 2}),
-        Many(48, 3, (_48,)),
-        Many(64, 6, (_64,)),
-        Many(256, 3, (_96, _128, _192, _256)),
-        Many(512, 1, (_128, _192)),
+        Many(384, 3, (_48, Tile(64, 2, 1, 8, 1), _96, _128, _192, _256, _384)),
+        Many(512, 1, (_192,)),
     ),
     # down projection of the shared expert
     (5120, 2304, 1): (
         _ring(5, 2, 4, {1: 4}),
         _ring(3, 2, 4, {2: 2}, 2),
-        Many(96, 2, (_32, _48, _64, _96)),
-        Many(128, 4, (Tile(128, 3, 1, 7, 1),)),
-        Many(256, 1, (_96,)),
+        Many(256, 2, (_32, _48, _64, _96, _128, _192, _256)),
         Many(512, 1, (_128, _192)),
     ),
     # projection of the features for drafts
@@ -139,7 +146,7 @@ _MEASURED: dict[tuple[int, int, int], tuple[Step, ...]] = {
     # projection of the engram
     (25600, 6144, 1): (
         _ring(13, 1, 2, {1: 4, 2: 3}),
-        Many(256, 1, (_32, _64, _128, _256)),
+        Many(256, 1, (_32, Tile(64, 2, 2, 5, 1), Tile(128, 4, 1, 6, 1), _256)),
     ),
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from deepinfer.kernels import nvrtc
 
 _MAX_SHARED_BYTES = 227 * 1024
+_SM_SHARED_BYTES = 228 * 1024
 _NUM_SMS = 132
 _MAX_CLUSTER = 8
 _CLUSTERS_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
@@ -28,7 +29,7 @@ class Tile:
     """Size and pipeline of a CTA. May differ by the number of rows without changing a result."""
 
     rows: int
-    """Activation rows: 16, 32, 48, 64, 96, 128, 192 or 256."""
+    """Activation rows: 16, 32, 48, 64, 96, 128, 192, 256 or 384."""
     warpgroups: int
     """At most 5."""
     fragments: int
@@ -39,6 +40,11 @@ class Tile:
     @property
     def weight_rows(self) -> int:
         return 64 * self.warpgroups * self.fragments
+
+    @property
+    def parts(self) -> int:
+        """Products that its activation rows take."""
+        return 2 if self.rows > 256 else 1
 
     @property
     def is_register_bound(self) -> bool:
@@ -111,9 +117,9 @@ class WgmmaProduct:
         return 1 if self.partial else self.slices
 
     def shared_bytes(self, tile: Tile) -> int:
-        max_chunks = -(-self.packed.shape[1] // self.slices)
-        ring = tile.stages * (tile.rows * 128 + tile.weight_rows * 64) + tile.weight_rows // 32 * max_chunks * 4
-        return 1024 + max(ring, tile.rows * (tile.weight_rows + 4) * 4)
+        """With the sums of a CTA, which take the place of its ring where they are added up or rounded in groups."""
+        ring = tile.stages * (tile.rows * 128 + tile.weight_rows * 64)
+        return 1024 + (ring if self.partial else max(ring, tile.rows * (tile.weight_rows + 4) * 4))
 
     def defines(self, tile: Tile, float32: bool, quantize: bool, beside: bool = False) -> dict[str, int]:
         """Compile-time constants of ``dense_wgmma.cu``."""
@@ -137,21 +143,26 @@ class WgmmaProduct:
         costs = {tile: self._cost(tile, rows) for tile in self.tiles}
         return max((t for t in self.tiles if costs[t] <= _NEARLY * min(costs.values())), key=lambda t: t.rows)
 
-    def num_ctas(self, tile: Tile, rows: int) -> int:
+    def num_pieces(self, tile: Tile, rows: int) -> int:
+        """Of work: weight rows, activation rows and a slice."""
         return -(-32 * self.packed.shape[0] // tile.weight_rows) * -(-rows // tile.rows) * self.slices
 
     def _cost(self, tile: Tile, rows: int) -> int:
         at_once = _CLUSTERS_AT_ONCE.get(self.cluster, _NUM_SMS // (self.cluster + 1)) * tile.min_ctas
-        waves = -(-self.num_ctas(tile, rows) // (self.cluster * at_once))
+        waves = -(-self.num_pieces(tile, rows) // (self.cluster * at_once))
         return waves * tile.min_ctas * tile.weight_rows * (tile.rows + _CTA_ROWS)
 
     def __call__(self, x: Tensor, out: Tensor, quantize: bool, overlap: bool, beside: bool = False) -> None:
         rows = x.shape[0]
         tile = self.tile(rows)
         assert not self.partial or (out.shape == (self.slices, rows, self.rows_out) and out.is_contiguous())
-        x_map = nvrtc.tensor_map(x, tile.rows, 64)
-        arguments = (self.packed, self.scales, x_map, out, rows)
+        w_map = nvrtc.block_map(self.packed, tile.weight_rows // 32)
+        x_map = nvrtc.tensor_map(x, tile.rows // tile.parts, 64)
+        shared, ctas = self.shared_bytes(tile), self.num_pieces(tile, rows)
+        if self.cluster == 1 and not quantize:  # a CTA may have several
+            at_once = max(tile.min_ctas, min(2, _SM_SHARED_BYTES // (shared + 1024)))
+            ctas = min(ctas, at_once * nvrtc.num_multiprocessors(x.device))
         self.kernel(tile, out.dtype == torch.float32, quantize, beside).launch(
-            (self.num_ctas(tile, rows), 1, 1), tile.threads, arguments,
-            shared_bytes=self.shared_bytes(tile), cluster=self.cluster, overlap=overlap,
+            (ctas, 1, 1), tile.threads, (w_map, self.scales, x_map, out, rows),
+            shared_bytes=shared, cluster=self.cluster, overlap=overlap,
         )  # fmt: skip

@@ -25,16 +25,17 @@ from tests.kernels.emulation import compile_for_cpu
 EMULATION = Path(__file__).parents[1] / "emulation"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 ENTRY = """
-static void* arguments[4];
-static TensorMap map;
-static void call() {
-  dense_wgmma((const char*)arguments[0], (const u32*)arguments[1], map, arguments[2], (int)(long)arguments[3]);
-}
-extern "C" int emulate(void** values, const u64* x, int columns, int threads, int shared_bytes, long weight_bytes) {
-  std::memcpy(arguments, values, sizeof arguments);
-  std::memcpy(map.opaque, x, 5 * 8);
-  weights_begin = (const char*)values[0], weights_end = weights_begin + weight_bytes;
-  return launch(columns, 1, threads, shared_bytes, call);
+static const u32* scales;
+static void* y;
+static TensorMap w_map, x_map;
+static int rows;
+static void call() { dense_wgmma(w_map, scales, x_map, y, rows); }
+extern "C" int emulate(const u64* w, const void* s, const u64* x, void* out, int n, int ctas, int threads, int shared) {
+  std::memcpy(w_map.opaque, w, 4 * 8);
+  std::memcpy(x_map.opaque, x, 5 * 8);
+  scales = (const u32*)s, y = out, rows = n, gridDim.x = ctas;
+  weights_begin = (const char*)w[0], weights_end = weights_begin + w[1] * w[2] * 2048;
+  return launch(ctas, 1, threads, shared, call);
 }
 """
 
@@ -65,12 +66,11 @@ class EmulatedKernel:
         self.function, self.shared_bytes = emulator(tuple(defines.items())), shared_bytes
 
     def launch(self, grid, threads, arguments, *, shared_bytes, cluster, overlap) -> None:
-        weights, scales, x_map, out, rows = arguments
-        values = (ctypes.c_void_p * 4)(*(t.data_ptr() for t in (weights, scales, out)), rows)
-        num_bytes = ctypes.c_long(weights.numel() * weights.element_size())
+        w_map, scales, x_map, out, rows = arguments
         assert grid[0] % cluster == 0
         assert grid[1:] == (1, 1)
-        assert self.function(values, x_map, grid[0], threads, shared_bytes, num_bytes) == 0
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (scales, out))
+        assert self.function(w_map, next(pointers), x_map, next(pointers), rows, grid[0], threads, shared_bytes) == 0
 
 
 def emulated_map(x: Tensor, box_rows: int, box_columns: int) -> ctypes.Array:
@@ -78,10 +78,17 @@ def emulated_map(x: Tensor, box_rows: int, box_columns: int) -> ctypes.Array:
     return (ctypes.c_uint64 * 5)(x.data_ptr(), *x.shape, x.stride(0) * 2, box_rows)
 
 
+def emulated_blocks(blocks: Tensor, box_rows: int) -> ctypes.Array:
+    assert blocks.shape[2] == 2048
+    return (ctypes.c_uint64 * 4)(blocks.data_ptr(), *blocks.shape[:2], box_rows)
+
+
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     monkeypatch.setattr(nvrtc, "load_kernel", EmulatedKernel)
     monkeypatch.setattr(nvrtc, "tensor_map", emulated_map)
+    monkeypatch.setattr(nvrtc, "block_map", emulated_blocks)
+    monkeypatch.setattr(nvrtc, "num_multiprocessors", lambda device: 1)  # so that CTAs have several pieces
 
 
 def product(
@@ -120,6 +127,11 @@ def add_in_order(sums: Tensor) -> Tensor:
         ((260, 352), 130, 2, Tile(96, 4, 1, 3, 1)),
         ((260, 128), 130, 1, Tile(192, 2, 1, 2, 1)),
         ((320, 256), 130, 2, Tile(128, 2, 2, 2, 1)),
+        ((416, 448), 33, 1, Tile(16, 2, 1, 3, 1)),  # CTAs with many pieces
+        ((292, 2176), 40, 1, Tile(16, 2, 2, 3, 1)),  # more than 32 chunks
+        ((416, 320), 70, 1, Tile(48, 4, 1, 2, 1)),
+        ((160, 192), 390, 1, Tile(384, 2, 1, 2, 1)),
+        ((160, 192), 200, 2, Tile(384, 2, 1, 2, 1)),
     ],
 )
 def test_exact_sums_give_the_reference_bits(shape, rows, slices, tile):
@@ -128,6 +140,7 @@ def test_exact_sums_give_the_reference_bits(shape, rows, slices, tile):
     expected = x.double() @ codecs.dequantize_fp8_tiles(*weight, torch.float64).T
     kernel = product(weight, slices, tile)
     assert torch.equal(run(kernel, x, torch.float32), expected.float())
+    assert torch.equal(run(kernel, x, torch.bfloat16), expected.bfloat16())
     if shape[0] % 32 == 0:
         rounded = nf.q8_round(expected.bfloat16()).bfloat16()
         assert torch.equal(run(kernel, x, torch.bfloat16, quantize=True), rounded)
@@ -143,6 +156,7 @@ def test_exact_sums_give_the_reference_bits(shape, rows, slices, tile):
         ((260, 352), 130, 2, Tile(192, 2, 1, 2, 1)),
         ((160, 608), 33, 10, Tile(48, 2, 1, 2, 1)),  # more than a cluster could have
         ((288, 192), 130, 3, Tile(128, 4, 1, 2, 1)),
+        ((160, 448), 270, 3, Tile(384, 2, 1, 2, 1)),
     ],
 )
 def test_sums_left_apart_add_up_to_the_same_bits(shape, rows, slices, tile):
@@ -206,7 +220,7 @@ def test_rows_past_the_last_tile_take_the_cheapest_waves_of_ctas():
     kernel = WgmmaProduct(packed, packed, (5120, 512), 1, 1, [Tile(n, 2, 1, 3, 1) for n in (128, 192)])
     chosen = {rows: kernel.tile(rows).rows for rows in (1, 128, 129, 192, 193, 384, 385, 512, 700)}
     assert chosen == {1: 128, 128: 128, 129: 192, 192: 192, 193: 128, 384: 128, 385: 192, 512: 192, 700: 128}
-    assert kernel.num_ctas(kernel.tile(384), 384) == kernel.num_ctas(kernel.tile(512), 512) == 120
+    assert kernel.num_pieces(kernel.tile(384), 384) == kernel.num_pieces(kernel.tile(512), 512) == 120
 
 
 def test_ctas_stay_within_a_group_and_clusters_below_nine():

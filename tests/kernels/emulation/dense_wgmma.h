@@ -2,6 +2,7 @@
 // late as the kernel allows, and copies at once: whatever is overwritten too soon gives a wrong result.
 
 #define __grid_constant__
+static struct { int x; } gridDim;
 struct uint2 { u32 x, y; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -18,22 +19,41 @@ static void wait_or_give_up(u32 address, u32 parity) { barrier_wait(address, par
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 static float4 load_sums(u32 address) { return *(const float4*)at(address); }
 
-static void copy_bulk(u32 to, const void* from, u32 bytes, u32 address) {
-  std::memcpy(at(to), in_weights(from, bytes), bytes);
-  bytes_arrive(address, bytes);
+// A map has the address, block rows, chunks and block rows of a box.
+static void copy_blocks(u32 to, const TensorMap* map, int chunk, int block, u32 address) {
+  const u64* m = map->opaque;
+  if (to % 1024 || m[3] != TILE_BLOCKS || chunk < 0 || chunk >= (int)m[2] || block < 0) fail("blocks that do not exist");
+  for (int b = 0; b < TILE_BLOCKS; ++b) {
+    if (block + b >= (int)m[1]) std::memset(at(to + b * 2048), 0, 2048);
+    else std::memcpy(at(to + b * 2048), in_weights((const char*)m[0] + ((block + b) * m[2] + chunk) * 2048, 2048), 2048);
+  }
+  bytes_arrive(address, W_BYTES);
 }
 
 // A map has the address, rows, columns, bytes between rows and rows of a box.
 static void copy_box(u32 to, const TensorMap* map, int column, int row, u32 address) {
   const u64* m = map->opaque;
-  if (to % 1024 || m[4] != NB || column < 0) fail("a box that does not fit its place");
-  for (int r = 0; r < NB; ++r)
+  if (to % 1024 || m[4] != WIDTH || column < 0) fail("a box that does not fit its place");
+  for (int r = 0; r < WIDTH; ++r)
     for (int c = 0; c < 64; ++c) {
       const bool exists = row + r < (int)m[1] && column + c < (int)m[2];
       const u16 value = exists ? ((const u16*)(m[0] + (row + r) * m[3]))[column + c] : 0;
       *(u16*)at(swizzled(to + r * 128 + c * 2)) = value;
     }
-  bytes_arrive(address, NB * 128);
+  bytes_arrive(address, WIDTH * 128);
+}
+
+static u32 __shfl_xor_sync(u32, u32 value, int mask) { return from_lane(value, threadIdx.x % 32 ^ mask); }
+static u32 transposed(u32 pair) {
+  Warp& warp = my_warp();
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  warp.values[lane][0] = pair;
+  __syncwarp();
+  u32 found = 0;
+  for (int i = 0; i < 2; ++i)
+    found |= (warp.values[(column + i) * 4 + row / 2][0] >> row % 2 * 16 & 0xFFFF) << 16 * i;
+  __syncwarp();
+  return found;
 }
 
 // ---------------------------------------------------------------- arithmetic
@@ -51,7 +71,7 @@ static void multiply(const Multiply& m) {  // a warp's part of wgmma.m64nNk16: A
   std::memcpy(warp.values[lane], m.a, 16);
   __syncwarp();
   const u32 start = (u32)(m.b & 0x3FFF) << 4;
-  for (int i = 0; i < NB / 2; ++i) {
+  for (int i = 0; i < WIDTH / 2; ++i) {
     const int high = i / 2 % 2, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     for (int k = 0; k < 16; ++k) {
       const u32 pair = warp.values[lane / 4 * 4 + k % 8 / 2][2 * (k / 8) + high];
