@@ -10,6 +10,7 @@ struct __align__(8) Codes { u32 of[2]; };
 // ---------------------------------------------------------------- instructions
 #include "launch.cuh"
 #include "matrices.cuh"
+#include "memory.cuh"
 #include "numbers.cuh"
 
 // What is older than the kernel before this one may be read before waiting, past the L1.

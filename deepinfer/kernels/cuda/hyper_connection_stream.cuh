@@ -94,6 +94,7 @@ struct TileMixes {
 
 // ---------------------------------------------------------------- a tile
 // The update's parts at 8 columns of one row, and their sum: float32 values of bf16.
+#define UPDATE_PIECES (KIND == 1 ? 1 : KIND == 2 ? K + 1 : KIND == 3 ? 2 * K : 0)  // of 16 bytes
 struct Update {
 #if KIND == 3
   Floats parts[K][2];
@@ -115,6 +116,31 @@ struct Update {
       for (int i = 0; i < 2; ++i)
         parts[k][i] = *(const Floats*)((const float*)a.update + (k * (long long)a.rows + row) * HIDDEN + column + 4 * i);
 #endif
+  }
+
+  // Address of a piece.
+  static __device__ __forceinline__ const void* piece(const Arguments& a, int i, long long row, int column) {
+#if KIND == 1
+    return (const u16*)a.update + row * HIDDEN + column;
+#elif KIND == 2
+    return i ? (const u16*)a.update + (row * K + i - 1) * HIDDEN + column : a.shared + row * HIDDEN + column;
+#elif KIND == 3
+    return (const float*)a.update + (i / 2 * (long long)a.rows + row) * HIDDEN + column + i % 2 * 4;
+#else
+    return nullptr;
+#endif
+  }
+
+  __device__ __forceinline__ void take(u32 from) {  // pieces that lie 512 bytes apart in shared memory
+#pragma unroll
+    for (int i = 0; i < UPDATE_PIECES; ++i) {
+      const uint4 v = load_shared(from + i * 512);
+#if KIND == 3
+      parts[i / 2][i % 2] = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+#else
+      parts[i] = {v.x, v.y, v.z, v.w};
+#endif
+    }
   }
 
   __device__ __forceinline__ void sum(int pair, u32 mask, float& low, float& high) const {
@@ -175,6 +201,23 @@ struct Row {
   __device__ __forceinline__ void fetch(const Arguments& a, long long row, int column) {
     fetch_streams(a, row, column);
     update.fetch(a, row, column);
+  }
+
+  // The same by way of shared memory: lane by lane, each its own pieces of 16 bytes, 512 apart.
+  static __device__ __forceinline__ void copy(const Arguments& a, long long row, int column, u32 to) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) copy_async(to + s * 512, a.trunk + (row * 4 + s) * HIDDEN + column, 16);
+#pragma unroll
+    for (int i = 0; i < UPDATE_PIECES; ++i) copy_async(to + (4 + i) * 512, Update::piece(a, i, row, column), 16);
+  }
+
+  __device__ __forceinline__ void take(u32 from) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const uint4 v = load_shared(from + s * 512);
+      streams[s] = {v.x, v.y, v.z, v.w};
+    }
+    update.take(from + 4 * 512);
   }
 
   __device__ __forceinline__ void clear() {

@@ -10,7 +10,8 @@
 // (side by side, a slice each), SERIAL (slices that a warp has one after the other, 1, 2 or 4; WARPS * SERIAL at most 8),
 // TILES (sets of warps that share fn, each with its own rows), LOOPS (a set may have more than one tile of 16 rows),
 // RESIDENT (blocks per multiprocessor, which bounds the registers), FEATURE, AHEAD (1: streams and mixes are older than the
-// kernel before this one, and are loaded before waiting for it; without SERIAL and LOOPS).
+// kernel before this one, and are loaded before waiting for it; without SERIAL and LOOPS), DEPTH (with LOOPS: a warp has
+// streams and updates of so many slices in shared memory, all but one of them on their way; 0: in registers, one at a time).
 
 #include "hyper_connection_common.cuh"
 
@@ -28,6 +29,7 @@
 static_assert(HIDDEN % 256 == 0, "groups of 256 columns");
 static_assert(12 * SERIAL % TILES == 0, "equal shares of fn");
 static_assert(SERIAL <= 4 && WARPS * SERIAL <= 8 && (!SPLIT_LATE || SERIAL == 1), "shape");
+static_assert(DEPTH == 0 || (LOOPS && DEPTH > 1), "a ring");
 static_assert(!AHEAD || (KIND && SERIAL == 1 && !LOOPS && !ROWS_IN_TURN), "one tile, after a sublayer");
 
 struct Arguments {
@@ -54,6 +56,25 @@ __device__ __forceinline__ void meet_set(int set) {
 }
 
 // ---------------------------------------------------------------- kernel
+#if DEPTH
+#define ROW_BYTES ((4 + UPDATE_PIECES) * 512)  // of a warp: two rows of 16 bytes for every lane are a slice
+// Slices on their way to a warp's ring, tile by tile.
+struct Ahead {
+  u32 ring;  // this lane's place
+  int tile, slice, place;
+
+  __device__ __forceinline__ void fetch(const Arguments& a, int group, int first_column) {
+    if (tile * 16 < a.rows)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        Row::copy(a, min(tile * 16 + 8 * i + group, a.rows - 1), first_column + 32 * slice, ring + (2 * place + i) * ROW_BYTES);
+    copy_commit();
+    if (++place == DEPTH) place = 0;
+    if (++slice == SERIAL) slice = 0, tile += a.row_groups * TILES;
+  }
+};
+#endif
+
 // Sums of the WARPS of a set, pairwise, from shared memory to the records.
 __device__ __forceinline__ void add_warps(const Arguments& a, const float* all, int tile) {
   for (int i = threadIdx.x % (32 * WARPS); i < 16 * 26; i += 32 * WARPS) {
@@ -97,9 +118,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) hc_write_read(co
     if (TILES > 1) __syncthreads();
     else __syncwarp();
   }
+#if DEPTH
+  const u32 ring = shared_address((float*)((Words*)shared + WARPS * SERIAL * FN_WORDS) + TILES * TURNS * WARPS * TILE_FLOATS) +
+                   (set * WARPS + warp) * (2 * DEPTH * ROW_BYTES) + lane * 16;
+  Ahead ahead = {ring, tile, 0, 0};
+#pragma unroll
+  for (int i = 0; i < DEPTH - 1; ++i) ahead.fetch(a, group, first_column);
+  int place = 0;
+  TileMixes mixes;
+  mixes.fetch(a, tile * 16, lane);
+#endif
   do {
     float* stage = stages + (turn * WARPS + warp) * TILE_FLOATS;
-#if !AHEAD
+#if !AHEAD && !DEPTH
     TileMixes mixes;
     mixes.fetch(a, tile * 16, lane);
 #endif
@@ -109,7 +140,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) hc_write_read(co
 #pragma unroll 1
     for (int slice = 0; slice < SERIAL; ++slice) {
       const int column = first_column + 32 * slice;
-#if AHEAD
+#if DEPTH
+      ahead.fetch(a, group, first_column);
+      copy_wait<DEPTH - 1>();
+      Row rows[2];
+#elif AHEAD
       rows[0].update.fetch(a, safe[0], column), rows[1].update.fetch(a, safe[1], column);
 #else
       Row rows[2];
@@ -122,9 +157,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) hc_write_read(co
         __syncthreads();
       }
       if (tile * 16 >= a.rows) break;
-      if (slice == 0) mixes.store(stage, lane);
+      if (slice == 0) {
+        mixes.store(stage, lane);
+        if (DEPTH) mixes.fetch(a, (tile + a.row_groups * TILES) * 16, lane);
+      }
+#if DEPTH
+      rows[0].take(ring + 2 * place * ROW_BYTES), rows[1].take(ring + (2 * place + 1) * ROW_BYTES);
+      if (++place == DEPTH) place = 0;
+#endif
       rows[0].write_and_read(a, stage + group * ROW_FLOATS, tile * 16 + group, column);
-      if (ROWS_IN_TURN) rows[1].fetch(a, safe[1], column);
+      if (ROWS_IN_TURN && !DEPTH) rows[1].fetch(a, safe[1], column);
       rows[1].write_and_read(a, stage + (8 + group) * ROW_FLOATS, tile * 16 + 8 + group, column);
       products(sums.products, rows, mine + slice * FN_WORDS);
 #pragma unroll

@@ -21,6 +21,8 @@ GROUP = 256
 """Columns whose sums are added pairwise; see the kernels."""
 _THREADS = 160
 _COLUMNS = 32
+_STREAMS = 4
+_MAX_SHARED_BYTES = 227 * 1024
 _FN_BYTES = 4 * 3 * 3 * 32 * 16
 _TILE_BYTES = 16 * 28 * 4
 _SCALES = {None: 0, torch.uint8: 1, torch.float32: 2}
@@ -41,6 +43,8 @@ class Shape:
     """Slices that a warp has one after the other: 1, 2 or 4; ``warps * serial`` is at most 8."""
     resident: int = 1
     """Blocks for which a multiprocessor's registers have to suffice."""
+    depth: int = 0
+    """With ``row_groups``: slices of a warp in shared memory, all but one on their way; 0: one, in registers."""
 
     @property
     def has_loop(self) -> bool:
@@ -55,10 +59,13 @@ class Shape:
     def threads(self) -> int:
         return 32 * self.warps * self.tiles
 
-    @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self, kind: int, parts: int) -> int:
+        """Of a block, for an update of this kind (``stages``) and number of parts."""
         turns = 2 if self.has_loop and self.warps > 1 else 1
-        return self.warps * (self.serial * _FN_BYTES + self.tiles * turns * _TILE_BYTES)
+        of_update = {stages.NO_UPDATE: 0, stages.EXPERT_UPDATE: parts + 1, stages.SPLIT_UPDATE: 2 * parts}
+        pieces = _STREAMS + of_update.get(kind, 1)
+        ring = self.depth * 2 * pieces * 32 * 16
+        return self.warps * (self.serial * _FN_BYTES + self.tiles * (turns * _TILE_BYTES + ring))
 
     def grid(self, rows: int, hidden: int) -> tuple[int, int, int]:
         row_blocks = -(-rows // (16 * self.tiles))
@@ -69,19 +76,19 @@ class Shape:
         """Compile-time constants."""
         return {
             "WARPS": self.warps, "SERIAL": self.serial, "TILES": self.tiles, "LOOPS": int(self.has_loop),
-            "RESIDENT": self.resident,
+            "RESIDENT": self.resident, "DEPTH": self.depth,
         }  # fmt: skip
 
 
-def choose_shape(rows: int, has_parts: bool) -> Shape:
+def choose_shape(rows: int, kind: int, parts: int) -> Shape:
     """Few rows: every 16 of them, with 32 columns, are a warp's, and warps share ``fn`` as soon as they can. Many rows:
-    every multiprocessor keeps its share of ``fn`` for many tiles. Fastest on an H200, together with the second kernel
-    (``bench/gpu/check_hyper_connection.py``; microseconds of both, with one update / with the experts' parts: 5.7 / 6.7
-    for 1 row, 6.9 / 8.1 for 32, 8.1 / 9.7 for 64, 13 / 16 for 128, 20 / 25 for 256, 33 / 45 for 512, 401 / 553 for
-    8,192).
+    every multiprocessor keeps its share of ``fn`` for many tiles, and the next slices are on their way to its shared
+    memory while one is worked on. Fastest on an H200, together with the second kernel
+    (``bench/gpu/check_hyper_connection.py``).
 
     Args:
-        has_parts: the update is a sum of several tensors, which takes more registers.
+        kind: of the update (``stages``).
+        parts: tensors that the update is a sum of.
     """
     if rows <= 16:
         return Shape(1, 1)
@@ -89,9 +96,17 @@ def choose_shape(rows: int, has_parts: bool) -> Shape:
         return Shape(1, 2)
     if rows <= 64:
         return Shape(4, 2)
+    has_parts = kind in (stages.EXPERT_UPDATE, stages.SPLIT_UPDATE)
+    if rows <= 128 and not has_parts:
+        return Shape(1, 4, resident=3)
+    # So that each warp has a tile of its own (288 rows), or all have as many (multiples of 192 rows).
+    tiles = 6 if 192 < rows <= 288 else 4 if has_parts or rows <= 512 else 8
+    ringed = Shape(1, tiles, 3, serial=4, depth=2)
+    if ringed.shared_bytes(kind, parts) <= _MAX_SHARED_BYTES:
+        return ringed
     if rows <= 512:
         return Shape(1, 4, 4 if rows > 256 else 0, resident=3 if rows <= 128 else 5)
-    return Shape(1, 4, 6, serial=4, resident=2) if has_parts else Shape(1, 12, 3, serial=4)
+    return Shape(1, 4, 6, serial=4, resident=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +209,7 @@ def write_read(
     )  # fmt: skip
     defines = shape.defines() | {"HIDDEN": hidden, "KIND": kind, "K": parts, "FEATURE": int(feature is not None)}
     defines["AHEAD"] = int(shape.reads_ahead and update[0] != stages.NO_UPDATE)
-    source, entry, shared = "hyper_connection_write_read.cu", "hc_write_read", shape.shared_bytes
+    source, entry, shared = "hyper_connection_write_read.cu", "hc_write_read", shape.shared_bytes(kind, parts)
     kernel = nvrtc.load_kernel(source, entry, defines, trunk.device, shared_bytes=shared)
     kernel.launch(grid, shape.threads, [arguments], shared_bytes=shared, overlap=overlap)
 

@@ -16,6 +16,7 @@ template <class T> static void load_older(T& to, const void* from) {
   to = *(const T*)from;
 }
 
+static uint4 load_shared(u32 address) { return *(const uint4*)at(address); }
 static u32 to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static u32 code_of(float x) {
   if (std::isnan(x)) return 0x7F;

@@ -3,7 +3,8 @@
 
 static const int SHARED_BYTES = 227 * 1024;
 struct Warp { Meeting meeting; u32 values[32], operands[32][6]; };
-struct Fiber { ucontext_t context; bool done; int thread, cta, awaited; };
+struct Copy { char* to; const void* from; u32 bytes; bool ends_group; };
+struct Fiber { ucontext_t context; bool done; int thread, cta, awaited; std::vector<Copy> copies; };
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static std::vector<Meeting> meetings;  // one per CTA
@@ -51,8 +52,29 @@ static char* at(u32 offset) {
   return shared_memory[fibers[current].cta] + offset;
 }
 static u32 shared_address(const void* p) { return (const char*)p - shared_memory[fibers[current].cta]; }
-static void copy_async(u32 to, const void* from, u32 bytes) { std::memset(at(to), 0, 16), std::memcpy(at(to), from, bytes); }
-static void wait_for_copies() {}
+// Copies happen as late as the kernel allows.
+static void copy_async(u32 to, const void* from, u32 bytes) {
+  fibers[current].copies.push_back({at(to), from, bytes, false});
+  at(to + 15);
+}
+static int open_groups() {
+  const std::vector<Copy>& copies = fibers[current].copies;
+  return std::count_if(copies.begin(), copies.end(), [](const Copy& c) { return c.ends_group; });
+}
+static void copy_commit() {  // a group may have no copies
+  std::vector<Copy>& copies = fibers[current].copies;
+  if (copies.empty() || copies.back().ends_group) copies.push_back({nullptr, nullptr, 0, false});
+  copies.back().ends_group = true;
+}
+template <int PENDING> static void copy_wait() {
+  std::vector<Copy>& copies = fibers[current].copies;
+  while (open_groups() > PENDING) {
+    const Copy c = copies.front();
+    copies.erase(copies.begin());
+    if (c.to) std::memset(c.to, 0, 16), std::memcpy(c.to, c.from, c.bytes);
+  }
+}
+static void wait_for_copies() { copy_commit(), copy_wait<0>(); }
 static void load_matrices(u32 (&b)[4], u32 address) {
   Warp& warp = my_warp();
   const int lane = threadIdx.x % 32;

@@ -40,6 +40,9 @@ SHAPES = [
     Shape(1, 4),
     Shape(2, 4, 1, serial=4),
     Shape(1, 3, 1, serial=2),
+    Shape(1, 2, 1, depth=2),
+    Shape(1, 1, 1, serial=4, depth=3),
+    Shape(2, 1, 2, serial=2, depth=4),
 ]
 FINISH_SHAPES = [FinishShape(1, False), FinishShape(2, True), FinishShape(4, True), FinishShape(4, False)]
 
@@ -95,6 +98,10 @@ def _emulate(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         ("plain", SHAPES[6]),
         ("experts", Shape(4, 2)),
         ("splits", Shape(1, 2)),
+        ("plain", SHAPES[7]),
+        ("experts", SHAPES[8]),
+        ("splits", SHAPES[8]),
+        ("absent", SHAPES[9]),
     ],
 )
 def test_write_and_read_are_exact_where_sums_are(form: str, shape: Shape, device: torch.device):
@@ -187,10 +194,8 @@ def test_no_number_of_rows_changes_the_kernels_sums(device: torch.device):
     rows = 3
     trunk, read, fn, update, mixes = _inputs(rows, device)
     scale, base, norm = torch.ones(3).to(device), torch.randn(24).to(device), torch.ones(HIDDEN).to(device)
-    numbers = (1, 17, 33, 65, 129, 257, 513, 8192)
-    chosen = {
-        (cuda.choose_shape(n, has_parts), cuda.choose_finish_shape(n)) for n in numbers for has_parts in (False, True)
-    }
+    numbers, updates = (1, 17, 33, 65, 129, 193, 257, 289, 513, 8192), ((1, 1), (2, 6), (2, 12))
+    chosen = {(cuda.choose_shape(n, *of_update), cuda.choose_finish_shape(n)) for n in numbers for of_update in updates}
     results = []
     for shape, finish_shape in chosen:
         done = hc_write_read(trunk, read, fn, update, mixes, shape=shape)
@@ -230,3 +235,10 @@ def test_row_codes_are_those_of_the_rounded_values(rows: int, hidden: int, devic
     if rows > 1:
         assert found.row_codes.scales[0, 2] == 2.0**-22
         assert ((found.row_codes.codes[0, 4] & 0x7F) == 0x7F).all()
+
+
+def test_every_chosen_shape_fits_a_multiprocessor():
+    for kind, parts in ((0, 1), (1, 1), (2, 6), (2, 8), (2, 12), (3, 3), (3, 5), (3, 8)):
+        for rows in (1, 17, 33, 65, 129, 193, 257, 289, 385, 513, 8192):
+            shape = cuda.choose_shape(rows, kind, parts)
+            assert shape.shared_bytes(kind, parts) * shape.resident <= 227 * 1024, (kind, parts, rows)
