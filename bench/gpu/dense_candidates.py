@@ -102,9 +102,9 @@ def few(name: str, rows: int) -> list[Candidate]:
     return found
 
 
-_WIDTHS = (16, 32, 48, 64, 96, 128, 192, 256)
+_WIDTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384)
 # (warpgroups, fragments) -> most activation rows that their registers hold
-_SHAPES = {(2, 1): 256, (3, 1): 128, (4, 1): 128, (5, 1): 64, (2, 2): 128}
+_SHAPES = {(2, 1): 384, (3, 1): 128, (4, 1): 128, (5, 1): 64, (2, 2): 128}
 _SM_SHARED_BYTES = 227 * 1024
 _SM_GROUPS = (18, 18, 18, 16, 16, 16, 16, 14)
 
