@@ -226,5 +226,5 @@ def planned(shape: Shape, rows: int) -> Candidate | None:
         return Candidate("ring" if pipeline.ring else "registers", step.geometry, pipeline)
     n, k, groups = shape
     packed = torch.empty(-(-n // 32), -(-k // 64), 1)
-    product = WgmmaProduct(packed, packed, (n, k), groups, step.slices, step.tiles)
+    product = WgmmaProduct(packed, packed, (n, k), groups, step.slices, step.tiles, step.leaves_partial)
     return Candidate("wgmma", slices=product.slices, tile=product.tile(rows), partial=step.leaves_partial)

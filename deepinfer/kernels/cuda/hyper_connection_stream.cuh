@@ -204,9 +204,11 @@ struct Row {
   }
 
   // The same by way of shared memory: lane by lane, each its own pieces of 16 bytes, 512 apart.
-  static __device__ __forceinline__ void copy(const Arguments& a, long long row, int column, u32 to) {
+  static __device__ __forceinline__ void copy_streams(const Arguments& a, long long row, int column, u32 to) {
 #pragma unroll
     for (int s = 0; s < 4; ++s) copy_async(to + s * 512, a.trunk + (row * 4 + s) * HIDDEN + column, 16);
+  }
+  static __device__ __forceinline__ void copy_update(const Arguments& a, long long row, int column, u32 to) {
 #pragma unroll
     for (int i = 0; i < UPDATE_PIECES; ++i) copy_async(to + (4 + i) * 512, Update::piece(a, i, row, column), 16);
   }

@@ -10,8 +10,9 @@
 // (side by side, a slice each), SERIAL (slices that a warp has one after the other, 1, 2 or 4; WARPS * SERIAL at most 8),
 // TILES (sets of warps that share fn, each with its own rows), LOOPS (a set may have more than one tile of 16 rows),
 // RESIDENT (blocks per multiprocessor, which bounds the registers), FEATURE, AHEAD (1: streams and mixes are older than the
-// kernel before this one, and are loaded before waiting for it; without SERIAL and LOOPS), DEPTH (with LOOPS: a warp has
-// streams and updates of so many slices in shared memory, all but one of them on their way; 0: in registers, one at a time).
+// kernel before this one, and are loaded before waiting for it; without SERIAL and LOOPS, or the first ones with DEPTH),
+// DEPTH (with LOOPS: a warp has streams and updates of so many slices in shared memory, all but one of them on their way; 0:
+// in registers, one at a time).
 
 #include "hyper_connection_common.cuh"
 
@@ -30,7 +31,7 @@ static_assert(HIDDEN % 256 == 0, "groups of 256 columns");
 static_assert(12 * SERIAL % TILES == 0, "equal shares of fn");
 static_assert(SERIAL <= 4 && WARPS * SERIAL <= 8 && (!SPLIT_LATE || SERIAL == 1), "shape");
 static_assert(DEPTH == 0 || (LOOPS && DEPTH > 1), "a ring");
-static_assert(!AHEAD || (KIND && SERIAL == 1 && !LOOPS && !ROWS_IN_TURN), "one tile, after a sublayer");
+static_assert(!AHEAD || (KIND && (DEPTH || (SERIAL == 1 && !LOOPS && !ROWS_IN_TURN))), "one tile, after a sublayer");
 
 struct Arguments {
   const u16* trunk;         // [rows, 4, HIDDEN]
@@ -63,14 +64,21 @@ struct Ahead {
   u32 ring;  // this lane's place
   int tile, slice, place;
 
-  __device__ __forceinline__ void fetch(const Arguments& a, int group, int first_column) {
+  __device__ __forceinline__ void fetch(const Arguments& a, int group, int first_column, bool streams, bool update) {
     if (tile * 16 < a.rows)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        Row::copy(a, min(tile * 16 + 8 * i + group, a.rows - 1), first_column + 32 * slice, ring + (2 * place + i) * ROW_BYTES);
-    copy_commit();
+      for (int i = 0; i < 2; ++i) {
+        const int row = min(tile * 16 + 8 * i + group, a.rows - 1), column = first_column + 32 * slice;
+        const u32 to = ring + (2 * place + i) * ROW_BYTES;
+        if (streams) Row::copy_streams(a, row, column, to);
+        if (update) Row::copy_update(a, row, column, to);
+      }
+    if (update) copy_commit();
     if (++place == DEPTH) place = 0;
     if (++slice == SERIAL) slice = 0, tile += a.row_groups * TILES;
+  }
+  __device__ __forceinline__ void fetch(const Arguments& a, int group, int first_column) {
+    fetch(a, group, first_column, true, true);
   }
 };
 #endif
@@ -103,9 +111,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) hc_write_read(co
 
   FnShare fn;
   fn.fetch(a, set, group, first_column);  // does not depend on earlier kernels
-  if (!SPLIT_LATE) fn.split(mine, set);
   int tile = blockIdx.y * TILES + set, turn = 0;
-#if AHEAD
+#if DEPTH
+  const u32 ring = shared_address((float*)((Words*)shared + WARPS * SERIAL * FN_WORDS) + TILES * TURNS * WARPS * TILE_FLOATS) +
+                   (set * WARPS + warp) * (2 * DEPTH * ROW_BYTES) + lane * 16;
+  Ahead ahead = {ring, tile, 0, 0};
+  TileMixes mixes;
+  if (AHEAD) {
+    Ahead first = ahead;
+#pragma unroll
+    for (int i = 0; i < DEPTH - 1; ++i) first.fetch(a, group, first_column, true, false);
+    mixes.fetch(a, tile * 16, lane);
+  }
+#endif
+  if (!SPLIT_LATE && !DEPTH) fn.split(mine, set);
+#if AHEAD && !DEPTH
   TileMixes mixes;
   mixes.fetch(a, tile * 16, lane);
   Row rows[2];
@@ -114,20 +134,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) hc_write_read(co
 #endif
   wait_for_earlier_kernels();
   let_next_kernel_start();
+#if DEPTH
+#pragma unroll
+  for (int i = 0; i < DEPTH - 1; ++i) ahead.fetch(a, group, first_column, !AHEAD, true);
+  if (!AHEAD) mixes.fetch(a, tile * 16, lane);
+  fn.split(mine, set);  // with many rows the kernel starts too late to do it before
+  int place = 0;
+#endif
   if (!SPLIT_LATE) {
     if (TILES > 1) __syncthreads();
     else __syncwarp();
   }
-#if DEPTH
-  const u32 ring = shared_address((float*)((Words*)shared + WARPS * SERIAL * FN_WORDS) + TILES * TURNS * WARPS * TILE_FLOATS) +
-                   (set * WARPS + warp) * (2 * DEPTH * ROW_BYTES) + lane * 16;
-  Ahead ahead = {ring, tile, 0, 0};
-#pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) ahead.fetch(a, group, first_column);
-  int place = 0;
-  TileMixes mixes;
-  mixes.fetch(a, tile * 16, lane);
-#endif
   do {
     float* stage = stages + (turn * WARPS + warp) * TILE_FLOATS;
 #if !AHEAD && !DEPTH

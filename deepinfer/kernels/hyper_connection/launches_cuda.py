@@ -52,8 +52,9 @@ class Shape:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a warp's streams and mixes are loaded before the kernel waits: few rows, with registers to spare."""
-        return self.resident == 1 and self.serial == 1 and not self.has_loop
+        """Whether a warp's first streams and mixes are loaded before the kernel waits: where few rows leave registers to
+        spare, or by way of shared memory."""
+        return self.depth > 0 or (self.resident == 1 and self.serial == 1 and not self.has_loop)
 
     @property
     def threads(self) -> int:
@@ -99,8 +100,7 @@ def choose_shape(rows: int, kind: int, parts: int) -> Shape:
     has_parts = kind in (stages.EXPERT_UPDATE, stages.SPLIT_UPDATE)
     if rows <= 128 and not has_parts:
         return Shape(1, 4, resident=3)
-    # So that each warp has a tile of its own (288 rows), or all have as many (multiples of 192 rows).
-    tiles = 6 if 192 < rows <= 288 else 4 if has_parts or rows <= 512 else 8
+    tiles = 6 if 192 < rows <= 288 else 4  # so that each warp has a tile of its own, or all have as many
     ringed = Shape(1, tiles, 3, serial=4, depth=2)
     if ringed.shared_bytes(kind, parts) <= _MAX_SHARED_BYTES:
         return ringed
