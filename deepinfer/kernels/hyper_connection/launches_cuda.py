@@ -52,8 +52,8 @@ class Shape:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a warp's first streams and mixes are loaded before the kernel waits: where few rows leave registers to
-        spare, or by way of shared memory."""
+        """Whether a warp's first streams and mixes are loaded before the kernel waits: into registers that few rows
+        leave free, or to shared memory."""
         return self.depth > 0 or (self.resident == 1 and self.serial == 1 and not self.has_loop)
 
     @property
