@@ -5,18 +5,21 @@ tables hold what was fastest on an H200 with weights in memory, not in L2, each 
 the model (``bench/gpu/check_dense.py --only compare`` tries the candidates). Microseconds of the kernels chosen here:
 
     rows   wq_a + wkv    wq_b   wq_b + index    wo_a    wo_b   gate_up    down   layer   cuBLAS on bf16
-     1         5.0       11.8       14.3        10.0    14.0      8.4      5.6    55           106
-     8         5.4       12.8       15.2        11.2    14.8      9.4      6.1    59           109
-    16         6.2       14.1       17.0        13.0    15.4     10.3      7.2    66           109
-    32         6.8       14.9       20.2        15.9    19.4     12.5      9.0    78           109
-    64         9.1       16.6       23.6        18.5    27.8     16.5     10.3    99           119
-   128        10.7       21.6       36.2        22.4    31.1     20.1     12.5   118           119
-   256        14.9       34.6       49.5        28.8     ~62     26.2     18.1   185           155
-   512        21.0       67.0       82.3        44.8    71.8     45.4     22.5   273           242
+     1         4.9       11.5       14.7         9.9    13.1      8.0      5.5    53           104
+     8         5.4       12.5       14.8        11.3    13.9      9.1      6.1    58           107
+    16         6.2       13.7       17.1        12.9    15.1     10.1      7.2    65           108
+    32         6.4       14.4       16.7        14.7    18.7     12.1      8.1    74           107
+    64         8.8       16.2       19.9        15.3    18.6     13.2      8.8    81           117
+   128        10.4       19.4       28.8        19.1    22.1     17.5     11.3   100           116
+   256        13.8       31.6       42.4        26.3    31.6     24.1     16.3   144           149
+   384        17.2       45.3       62.4        37.1    45.9     33.0     18.3   197           190
+   512        19.5       59.8       74.0        42.9    59.7     44.2     21.7   248           238
+
+(From 33 rows on wo_b leaves its sums apart, whose addition is not in its time.)
 
 Slices of the columns work as clusters, which have to fit groups of 14 to 18 SMs: 39 of three, 30 of four and 15 of
-eight run at once. Three slices of the 40 tiles of wo_b would run in two waves: for 129 to 256 rows they work apart, in
-one, and the hyper-connection adds their sums. (The time of wo_b at 256 rows is still that of clusters.)
+eight run at once. Three slices of the 40 tiles of wo_b would run in two waves: they work apart, in one, and the
+hyper-connection adds their sums.
 
 A kernel starts its loads of weights beside the one before it where both fit an SM: 227 KB of shared memory. The tiles
 for tens of rows and the shallow rings leave about half of it free, those for hundreds leave none.
