@@ -12,6 +12,7 @@ from deepinfer.kernels.dense import linear_triton, packing, plans, skinny_cuda, 
 from deepinfer.kernels.dense.linear import Bf16Linear, Fp8Linear, GroupedFp8Linear, stack_fp8
 from deepinfer.kernels.dense.wgmma_cuda import Tile
 from deepinfer.ops import number_formats as nf
+from deepinfer.worker.warm_up import typical_lengths
 
 pytestmark = pytest.mark.gpu
 
@@ -247,6 +248,28 @@ def test_plans_rise_and_fit(name):
                 assert many.shared_bytes(tile) * tile.min_ctas <= 227 * 1024, tile
                 assert groups == 1 or n // groups % tile.weight_rows == 0
     assert limits == sorted(set(limits))
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_start_meets_the_kernels_of_every_number_of_rows(name):
+    """Decoding of 1 to 8 sequences and prompts of typical lengths launch them all: no request waits for a compiler."""
+    n, k, groups = RELEASED[name]
+    packed = torch.empty(n // 32, -(-k // 64), 1)
+    steps = plans.plan(n, k, groups)
+
+    def kernels(rows: int) -> list[tuple[int, object]]:
+        step = next((step for step in steps if rows <= step.max_rows), None)
+        if step is None:
+            return []
+        if isinstance(step, plans.Few):
+            few = skinny_cuda.SkinnyProduct(packed, packed, (n, k), groups, step.geometry, step.pipelines)
+            return [(step.max_rows, next((p for p in few.pipelines if rows <= 8 * p.row_tiles), few.pipelines[-1]))]
+        partial = step.leaves_partial
+        many = wgmma_cuda.WgmmaProduct(packed, packed, (n, k), groups, step.slices, step.tiles, partial)
+        return [(step.max_rows, many.tile(rows))]
+
+    met = {kernel for rows in (1, 2, 4, 8, *typical_lengths(8192)) for kernel in kernels(rows)}
+    assert {kernel for rows in range(1, 521) for kernel in kernels(rows)} <= met
 
 
 def compiler_is_here() -> bool:

@@ -23,6 +23,7 @@ from deepinfer.kernels.hyper_connection.write_read import hc_write_read
 from deepinfer.ops import number_formats as nf
 from deepinfer.ops.hyper_connection import hc_mixes, hc_read, hc_write
 from deepinfer.ops.norm import rms_norm
+from deepinfer.worker.warm_up import typical_lengths
 from tests.kernels.emulation import compile_for_cpu
 from tests.kernels.hyper_connection import test_hyper_connection as plain
 
@@ -242,3 +243,11 @@ def test_every_chosen_shape_fits_a_multiprocessor():
         for rows in (1, 17, 33, 65, 129, 193, 257, 289, 385, 513, 8192):
             shape = cuda.choose_shape(rows, kind, parts)
             assert shape.shared_bytes(kind, parts) * shape.resident <= 227 * 1024, (kind, parts, rows)
+
+
+def test_a_start_meets_the_shapes_of_every_number_of_rows():
+    """Decoding of a few sequences and prompts of typical lengths: see ``deepinfer.worker.warm_up``."""
+    for kind, parts in ((0, 1), (1, 1), (2, 6), (3, 3), (2, 12)):
+        for choose in (lambda rows, u=(kind, parts): cuda.choose_shape(rows, *u), cuda.choose_finish_shape):
+            met = {choose(rows) for rows in (1, 2, 4, 8, *typical_lengths(8192))}
+            assert {choose(rows) for rows in range(1, 8193)} <= met, (kind, parts)
