@@ -105,7 +105,7 @@ def choose_shape(rows: int, kind: int, parts: int) -> Shape:
     if ringed.shared_bytes(kind, parts) <= _MAX_SHARED_BYTES:
         return ringed
     if rows <= 512:
-        return Shape(1, 4, 4 if rows > 256 else 0, resident=3 if rows <= 128 else 5)
+        return Shape(1, 4, 4 if rows > 288 else 0, resident=3 if rows <= 128 else 5)
     return Shape(1, 4, 6, serial=4, resident=2)
 
 
