@@ -3,7 +3,8 @@
 // The weights are operand A of wgmma.m64nNk16, from registers: each consumer warp takes its lanes' packed codes
 // (deepinfer/kernels/dense/packing.py) from shared memory and decodes them in place to exact bf16. The activations are
 // operand B, in shared memory with the 128-byte swizzle. One producer thread streams both through a ring of stages, with one
-// copy of each per stage: a thread that issues more does not keep up with narrow tiles.
+// copy of each per stage (and one more of activations above 256 rows): a thread that issues more does not keep up with
+// narrow tiles.
 //
 // A piece of work is MT weight rows, NB activation rows and one K slice. The SLICES CTAs of a cluster have the K slices of
 // the same outputs and add their sums in the order of K through distributed shared memory. The order of summation depends on
@@ -45,7 +46,8 @@
 
 static_assert(N % 32 == 0 && K % 32 == 0 && (OPERANDS == 2 || MF == 1), "shape");
 static_assert(GROUP_N % MT == 0 || GROUP_N == N, "a CTA must not straddle two groups");
-static_assert(WIDTH <= 256 && NB % PARTS == 0 && OUT_N % 4 == 0, "rows");
+static_assert((PARTS == 1 ? WIDTH <= 256 : WIDTH == 192) && OUT_N % 4 == 0 && STAGES >= 2, "rows");
+static_assert(!(PARTIAL && QUANTIZE), "a part of a sum is not rounded");
 static_assert(CLUSTER <= 8 && (!PARTIAL || OUT_F32), "output");
 
 struct __align__(64) TensorMap {
@@ -434,7 +436,8 @@ dense_wgmma(const __grid_constant__ TensorMap w_map, const u32* __restrict__ sca
       }
 #endif
       wgmma_wait<0>();
-      if (!has_waited) wait_for_earlier_kernels(), let_next_kernel_start(), has_waited = true;
+      // Without a chunk nobody has waited for a stage, whose activations the producer waits for.
+      if (!has_waited || (SLICES > NUM_CHUNKS && count == 0)) wait_for_earlier_kernels(), let_next_kernel_start(), has_waited = true;
 #if DIRECT
       if (count > 0) RELEASE(stage == 0 ? STAGES - 1 : stage - 1)
       void* const out = PARTIAL ? (float*)y + (long long)piece.slice * rows * OUT_N : y;

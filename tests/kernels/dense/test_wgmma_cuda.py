@@ -35,6 +35,7 @@ extern "C" int emulate(const u64* w, const void* s, const u64* x, void* out, int
   std::memcpy(x_map.opaque, x, 5 * 8);
   scales = (const u32*)s, y = out, rows = n, gridDim.x = ctas;
   weights_begin = (const char*)w[0], weights_end = weights_begin + w[1] * w[2] * 2048;
+  scales_begin = scales, scales_end = scales + w[1] * w[2];
   return launch(ctas, 1, threads, shared, call);
 }
 """
@@ -62,7 +63,11 @@ def emulator(defines: tuple[tuple[str, int], ...]) -> Callable[..., int]:
 class EmulatedKernel:
     """Stands for :class:`deepinfer.kernels.nvrtc.Kernel`."""
 
+    late_copies = False
+    """Copies run when somebody waits for them, instead of at once."""
+
     def __init__(self, source: str, entry: str, defines: dict[str, int], device: torch.device, *, shared_bytes: int):
+        defines = defines | {"LATE": int(self.late_copies)}
         self.function, self.shared_bytes = emulator(tuple(defines.items())), shared_bytes
 
     def launch(self, grid, threads, arguments, *, shared_bytes, cluster, overlap) -> None:
@@ -117,6 +122,7 @@ def add_in_order(sums: Tensor) -> Tensor:
 
 
 @needs_compiler
+@pytest.mark.parametrize("late_copies", [False, True])
 @pytest.mark.parametrize(
     ("shape", "rows", "slices", "tile"),
     [
@@ -134,7 +140,8 @@ def add_in_order(sums: Tensor) -> Tensor:
         ((160, 192), 200, 2, Tile(384, 2, 1, 2, 1)),
     ],
 )
-def test_exact_sums_give_the_reference_bits(shape, rows, slices, tile):
+def test_exact_sums_give_the_reference_bits(shape, rows, slices, tile, late_copies, monkeypatch):
+    monkeypatch.setattr(EmulatedKernel, "late_copies", late_copies)
     weight = integer_weight(*shape)
     x = integer_input(rows, shape[1] + 32)[:, : shape[1]]
     expected = x.double() @ codecs.dequantize_fp8_tiles(*weight, torch.float64).T
@@ -152,6 +159,7 @@ def test_exact_sums_give_the_reference_bits(shape, rows, slices, tile):
     [
         ((160, 320), 1, 3, Tile(16, 2, 1, 2, 1)),
         ((64, 96), 1, 3, Tile(16, 2, 1, 2, 1)),  # a slice without columns
+        ((64, 96), 40, 3, Tile(16, 2, 1, 2, 1)),  # many of them
         ((260, 448), 33, 3, Tile(32, 2, 1, 2, 1)),  # two row tiles
         ((260, 352), 130, 2, Tile(192, 2, 1, 2, 1)),
         ((160, 608), 33, 10, Tile(48, 2, 1, 2, 1)),  # more than a cluster could have
@@ -213,6 +221,20 @@ def test_tiles_and_batches_do_not_change_a_row():
     alone = run(product(weight, 3, tiles[1]), x[4:5], torch.float32)
     assert torch.equal(alone, outputs[0][4:5])
     assert torch.equal(run(product(weight, 3, tiles[0]), x, torch.float32, beside=True), outputs[0])
+
+
+@needs_compiler
+def test_products_beside_the_kernel_before_wait_for_it_before_they_write():
+    """Else the emulation fails; with several pieces for a CTA."""
+    weight, x = random_weight(352, 448), random_input(35, 448)
+    for tile in (Tile(16, 2, 1, 2, 1), Tile(16, 2, 2, 2, 1)):
+        for dtype in (torch.float32, torch.bfloat16):
+            kernel = product(weight, 1, tile)
+            assert torch.equal(run(kernel, x, dtype, beside=True), run(kernel, x, dtype))
+        apart = product(weight, 3, tile, partial=True)
+        sums = torch.full((3, 35, 352), torch.nan)
+        apart(x, sums, False, False, True)
+        assert torch.equal(sums, run_partial(apart, x))
 
 
 def test_rows_past_the_last_tile_take_the_cheapest_waves_of_ctas():

@@ -1,5 +1,6 @@
 // After dense.h and the kernel's constants: what deepinfer/kernels/cuda/dense_wgmma.cu needs besides. Products run as
-// late as the kernel allows, and copies at once: whatever is overwritten too soon gives a wrong result.
+// late as the kernel allows, and copies at once: whatever is overwritten too soon gives a wrong result. Or copies, too, run
+// late (LATE): when somebody waits for their barrier. Then what is read too soon does.
 
 #define __grid_constant__
 static struct { int x; } gridDim;
@@ -15,32 +16,59 @@ template <int PER_THREAD> static void give_registers() {}
 template <int PER_THREAD> static void take_registers() {}
 
 // ---------------------------------------------------------------- memory
-static void wait_or_give_up(u32 address, u32 parity) { barrier_wait(address, parity); }
+struct LateCopy { u32 barrier; std::function<void()> run; };
+static std::vector<LateCopy> late_copies;
+static void copy_now_or_late(u32 address, std::function<void()> run) {
+  if (LATE) late_copies.push_back({address, run});
+  else run();
+}
+static void wait_or_give_up(u32 address, u32 parity) {
+  while ((barrier(address).phase & 1) == parity) {
+    const auto copy = std::find_if(late_copies.begin(), late_copies.end(),
+                                   [&](const LateCopy& c) { return c.barrier == address; });
+    if (copy == late_copies.end()) {
+      yield();
+      continue;
+    }
+    const auto run = copy->run;
+    late_copies.erase(copy), run();
+  }
+}
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
+static const u32 *scales_begin, *scales_end;
+static u32 __ldg(const u32* p) {
+  if (p < scales_begin || p >= scales_end) fail("scales that do not exist");
+  return *p;
+}
 static float4 load_sums(u32 address) { return *(const float4*)at(address); }
 
 // A map has the address, block rows, chunks and block rows of a box.
 static void copy_blocks(u32 to, const TensorMap* map, int chunk, int block, u32 address) {
   const u64* m = map->opaque;
   if (to % 1024 || m[3] != TILE_BLOCKS || chunk < 0 || chunk >= (int)m[2] || block < 0) fail("blocks that do not exist");
-  for (int b = 0; b < TILE_BLOCKS; ++b) {
-    if (block + b >= (int)m[1]) std::memset(at(to + b * 2048), 0, 2048);
-    else std::memcpy(at(to + b * 2048), in_weights((const char*)m[0] + ((block + b) * m[2] + chunk) * 2048, 2048), 2048);
-  }
-  bytes_arrive(address, W_BYTES);
+  copy_now_or_late(address, [=] {
+    for (int b = 0; b < TILE_BLOCKS; ++b) {
+      if (block + b >= (int)m[1]) std::memset(at(to + b * 2048), 0, 2048);
+      else std::memcpy(at(to + b * 2048), in_weights((const char*)m[0] + ((block + b) * m[2] + chunk) * 2048, 2048), 2048);
+    }
+    bytes_arrive(address, W_BYTES);
+  });
 }
 
 // A map has the address, rows, columns, bytes between rows and rows of a box.
 static void copy_box(u32 to, const TensorMap* map, int column, int row, u32 address) {
   const u64* m = map->opaque;
   if (to % 1024 || m[4] != WIDTH || column < 0) fail("a box that does not fit its place");
-  for (int r = 0; r < WIDTH; ++r)
-    for (int c = 0; c < 64; ++c) {
-      const bool exists = row + r < (int)m[1] && column + c < (int)m[2];
-      const u16 value = exists ? ((const u16*)(m[0] + (row + r) * m[3]))[column + c] : 0;
-      *(u16*)at(swizzled(to + r * 128 + c * 2)) = value;
-    }
-  bytes_arrive(address, WIDTH * 128);
+  needs_earlier_kernels();
+  copy_now_or_late(address, [=] {
+    for (int r = 0; r < WIDTH; ++r)
+      for (int c = 0; c < 64; ++c) {
+        const bool exists = row + r < (int)m[1] && column + c < (int)m[2];
+        const u16 value = exists ? ((const u16*)(m[0] + (row + r) * m[3]))[column + c] : 0;
+        *(u16*)at(swizzled(to + r * 128 + c * 2)) = value;
+      }
+    bytes_arrive(address, WIDTH * 128);
+  });
 }
 
 static u32 __shfl_xor_sync(u32, u32 value, int mask) { return from_lane(value, threadIdx.x % 32 ^ mask); }
