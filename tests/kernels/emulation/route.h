@@ -4,7 +4,7 @@
 static const int SHARED_BYTES = 227 * 1024;
 struct Warp { Meeting meeting; u32 values[32], operands[32][6]; };
 struct Copy { char* to; const void* from; u32 bytes; bool ends_group; };
-struct Fiber { ucontext_t context; bool done; int thread, cta, awaited; std::vector<Copy> copies; };
+struct Fiber { ucontext_t context; bool done, waited; int thread, cta, awaited; std::vector<Copy> copies; };
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static std::vector<Meeting> meetings;  // one per CTA
@@ -26,7 +26,7 @@ static void cluster_wait() { wait(cluster_meeting, fibers[current].awaited); }
 static int load_of(const int* p, u32 rank) {
   return *(const int*)(shared_memory[rank] + ((const char*)p - shared_memory[fibers[current].cta]));
 }
-static void wait_for_earlier_kernels() {}
+static void wait_for_earlier_kernels() { fibers[current].waited = true; }
 
 template <class F> static u32 exchange(u32 value, F result) {
   Warp& warp = my_warp();
@@ -52,10 +52,16 @@ static char* at(u32 offset) {
   return shared_memory[fibers[current].cta] + offset;
 }
 static u32 shared_address(const void* p) { return (const char*)p - shared_memory[fibers[current].cta]; }
-// Copies happen as late as the kernel allows.
+// Copies happen as late as the kernel allows, or at once (EAGER).
+#ifndef EAGER
+#define EAGER 0
+#endif
+static bool (*may_copy)(const char* from);  // where a test knows it
 static void copy_async(u32 to, const void* from, u32 bytes) {
-  fibers[current].copies.push_back({at(to), from, bytes, false});
+  if (may_copy && bytes && !may_copy((const char*)from)) fail("a copy of what is not there, or not yet");
   at(to + 15);
+  if (EAGER) std::memset(at(to), 0, 16), std::memcpy(at(to), from, bytes);
+  else fibers[current].copies.push_back({at(to), from, bytes, false});
 }
 static int open_groups() {
   const std::vector<Copy>& copies = fibers[current].copies;
@@ -108,7 +114,8 @@ static void run_fiber() {
   fibers[current].done = true, ++progress;
   yield();
 }
-// Clusters run one after another. Returns 0, or 1 for a deadlock. Shared memory starts as NaN.
+static int used_bytes = SHARED_BYTES;  // of shared memory, by the launch
+// Clusters run one after another. Returns 0, 1 for a deadlock, 2 for a write past `used_bytes`. Shared memory starts as NaN.
 static int launch_cluster(std::vector<std::vector<char>>& stacks) {
   for (char* p : shared_memory) std::memset(p, 0xFF, SHARED_BYTES);
   int left = THREADS * CLUSTER;
@@ -130,6 +137,8 @@ static int launch_cluster(std::vector<std::vector<char>>& stacks) {
     }
     if (progress == before) return 1;
   }
+  for (char* p : shared_memory)
+    if (std::any_of(p + used_bytes, p + SHARED_BYTES, [](char byte) { return byte != -1; })) return 2;
   return 0;
 }
 static int launch(const int* grid, void (*kernel)()) {

@@ -58,20 +58,45 @@ def _emulator(source: str, entry: str, defines: tuple[tuple[str, int], ...]) -> 
     constants["THREADS"] = 32 * constants["WARPS"] * constants["TILES"] if "WARPS" in constants else 160
     body = "static const Arguments* arguments;\n"
     body += f"static void call() {{ {entry}(*arguments); }}\n"
-    body += 'extern "C" int emulate(const void* a, const int* grid) {\n'
-    body += "  arguments = (const Arguments*)a;\n  return launch(grid, call);\n}\n"
+    if entry == "hc_write_read":
+        body += CHECK_OF_COPIES
+    body += 'extern "C" int emulate(const void* a, const int* grid, int shared_bytes) {\n'
+    body += "  arguments = (const Arguments*)a;\n"
+    if entry == "hc_write_read":
+        body += "  may_copy = is_there, used_bytes = shared_bytes;\n"
+    body += "  return launch(grid, call);\n}\n"
     return compile_for_cpu(constants, ("route.h", "hyper_connection.h"), kernel, body)
+
+
+CHECK_OF_COPIES = """
+static bool is_in(const char* p, const void* from, long bytes) {
+  return p >= from && p + 16 <= (const char*)from + bytes;
+}
+static bool is_there(const char* p) {
+  const Arguments& a = *arguments;
+  const long row = HIDDEN * 2l, waited = fibers[current].waited;
+  if (is_in(p, a.trunk, a.rows * 4 * row)) return waited || AHEAD;
+  const long parts = KIND == 1 ? 1 : KIND == 2 ? K : KIND == 3 ? 2 * K : 0;
+  return waited && (is_in(p, a.update, a.rows * parts * row) || (KIND == 2 && is_in(p, a.shared, a.rows * row)));
+}
+"""
 
 
 class _Kernel:
     """Stands in for :class:`nvrtc.Kernel`."""
 
+    eager_copies = False
+    """Copies run at once, instead of as late as the kernel allows."""
+
     def __init__(self, function: Any) -> None:
         self.function = function
 
-    def launch(self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], **_: Any) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], *, shared_bytes: int = 0, **_: Any
+    ) -> None:
         del threads
-        assert self.function(ctypes.byref(arguments[0]), (ctypes.c_int * 3)(*grid)) == 0, "deadlock"
+        result = self.function(ctypes.byref(arguments[0]), (ctypes.c_int * 3)(*grid), shared_bytes)
+        assert result == 0, ("", "deadlock", "more shared memory than asked for")[result]
 
 
 @pytest.fixture(autouse=True)
@@ -80,33 +105,41 @@ def _emulate(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         return
 
     def load_kernel(source: str, entry: str, defines: dict[str, int], *_: Any, **__: Any) -> _Kernel:
+        defines = defines | {"EAGER": int(_Kernel.eager_copies)}
         return _Kernel(_emulator(source, entry, tuple(sorted(defines.items()))))
 
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     monkeypatch.setattr(cuda, "is_available", lambda device: True)
 
 
+CASES = [
+    ("plain", SHAPES[0]),
+    ("plain", SHAPES[3]),
+    ("experts", SHAPES[0]),
+    ("absent", SHAPES[1]),
+    ("splits", SHAPES[2]),
+    ("absent", SHAPES[4]),
+    ("experts", SHAPES[5]),
+    ("plain", SHAPES[6]),
+    ("experts", Shape(4, 2)),
+    ("splits", Shape(1, 2)),
+    ("plain", SHAPES[7]),
+    ("experts", SHAPES[8]),
+    ("splits", SHAPES[8]),
+    ("absent", SHAPES[9]),
+    ("splits", Shape(2, 2, 1, serial=2, depth=2)),
+]
+
+
 @pytest.mark.parametrize(
-    ("form", "shape"),
-    [
-        ("plain", SHAPES[0]),
-        ("plain", SHAPES[3]),
-        ("experts", SHAPES[0]),
-        ("absent", SHAPES[1]),
-        ("splits", SHAPES[2]),
-        ("absent", SHAPES[4]),
-        ("experts", SHAPES[5]),
-        ("plain", SHAPES[6]),
-        ("experts", Shape(4, 2)),
-        ("splits", Shape(1, 2)),
-        ("plain", SHAPES[7]),
-        ("experts", SHAPES[8]),
-        ("splits", SHAPES[8]),
-        ("absent", SHAPES[9]),
-    ],
+    ("form", "shape", "eager_copies"),
+    [(*case, False) for case in CASES] + [(*case, True) for case in CASES if case[1].depth],
 )
-def test_write_and_read_are_exact_where_sums_are(form: str, shape: Shape, device: torch.device):
-    rows = 35
+def test_write_and_read_are_exact_where_sums_are(
+    form: str, shape: Shape, eager_copies: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_Kernel, "eager_copies", eager_copies)
+    rows = 99 if shape.depth else 35
     trunk = torch.randint(-8, 9, (rows, 4, HIDDEN)).bfloat16().to(device)
     mixes, read = plain._small_mixes(rows, device), plain._small_mixes(rows, device).read
     update, value = plain._updates(rows, HIDDEN, device)[form]
