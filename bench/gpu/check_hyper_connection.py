@@ -122,7 +122,7 @@ UPDATES = {
 
 
 def chosen_shape(rows: int, form: str) -> Shape:
-    return choose_shape(rows, *UPDATES[form])
+    return choose_shape(rows, HIDDEN, *UPDATES[form])
 
 
 def fits(shape: Shape, form: str) -> bool:

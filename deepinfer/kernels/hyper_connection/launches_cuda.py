@@ -23,6 +23,7 @@ _THREADS = 160
 _COLUMNS = 32
 _STREAMS = 4
 _MAX_SHARED_BYTES = 227 * 1024
+_NUM_SMS = 132
 _FN_BYTES = 4 * 3 * 3 * 32 * 16
 _TILE_BYTES = 16 * 28 * 4
 _SCALES = {None: 0, torch.uint8: 1, torch.float32: 2}
@@ -81,10 +82,10 @@ class Shape:
         }  # fmt: skip
 
 
-def choose_shape(rows: int, kind: int, parts: int) -> Shape:
+def choose_shape(rows: int, hidden: int, kind: int, parts: int) -> Shape:
     """Few rows: every 16 of them, with 32 columns, are a warp's, and warps share ``fn`` as soon as they can. Many rows:
     every multiprocessor keeps its share of ``fn`` for many tiles, and the next slices are on their way to its shared
-    memory while one is worked on. Fastest on an H200, together with the second kernel
+    memory while one is worked on. Fastest on an H200 for a hidden size of 5,120, together with the second kernel
     (``bench/gpu/check_hyper_connection.py``).
 
     Args:
@@ -100,12 +101,14 @@ def choose_shape(rows: int, kind: int, parts: int) -> Shape:
     has_parts = kind in (stages.EXPERT_UPDATE, stages.SPLIT_UPDATE)
     if rows <= 128 and not has_parts:
         return Shape(1, 4, resident=3)
-    tiles = 6 if 192 < rows <= 288 else 4  # so that each warp has a tile of its own, or all have as many
-    ringed = Shape(1, tiles, 3, serial=4, depth=2)
-    if ringed.shared_bytes(kind, parts) <= _MAX_SHARED_BYTES:
-        return ringed
+    groups = max(1, _NUM_SMS // (hidden // (4 * _COLUMNS)))
+    # Up to 16 * 6 * groups rows each warp has a tile of its own; beyond, 4 leave the fewest without one at the end.
+    for tiles in (6, 4) if 16 * 4 * groups < rows <= 16 * 6 * groups else (4,):
+        ringed = Shape(1, tiles, groups, serial=4, depth=2)
+        if ringed.shared_bytes(kind, parts) <= _MAX_SHARED_BYTES:
+            return ringed
     if rows <= 512:
-        return Shape(1, 4, 4 if rows > 288 else 0, resident=3 if rows <= 128 else 5)
+        return Shape(1, 4, 4 if rows > 256 else 0, resident=3 if rows <= 128 else 5)
     return Shape(1, 4, 6, serial=4, resident=2)
 
 

@@ -145,7 +145,7 @@ def hc_write_read(
         h = trunk.new_empty(rows, hidden)
         all_mixes = (read_mix, mixes.write, mixes.stream) if mixes else (read_mix,)
         if tile is None and cuda.accepts(streams, hidden, trunk.device) and all(map(cuda.accepts_mix, all_mixes)):
-            shape = shape or cuda.choose_shape(rows, kind, parts)
+            shape = shape or cuda.choose_shape(rows, hidden, kind, parts)
             partial = new_partial_sums(trunk, shape.grid(rows, hidden)[0])
             cuda.write_read(
                 trunk, read_mix, fn, of_update, mixes, new_trunk, h, partial.records, feature, shape,

@@ -229,7 +229,12 @@ def test_no_number_of_rows_changes_the_kernels_sums(device: torch.device):
     trunk, read, fn, update, mixes = _inputs(rows, device)
     scale, base, norm = torch.ones(3).to(device), torch.randn(24).to(device), torch.ones(HIDDEN).to(device)
     numbers, updates = (1, 17, 33, 65, 129, 193, 257, 289, 513, 8192), ((1, 1), (2, 6), (2, 12))
-    chosen = {(cuda.choose_shape(n, *of_update), cuda.choose_finish_shape(n)) for n in numbers for of_update in updates}
+    chosen = {
+        (cuda.choose_shape(n, hidden, *of_update), cuda.choose_finish_shape(n))
+        for n in numbers
+        for of_update in updates
+        for hidden in (HIDDEN, 5120)
+    }
     results = []
     for shape, finish_shape in chosen:
         done = hc_write_read(trunk, read, fn, update, mixes, shape=shape)
@@ -272,15 +277,23 @@ def test_row_codes_are_those_of_the_rounded_values(rows: int, hidden: int, devic
 
 
 def test_every_chosen_shape_fits_a_multiprocessor():
-    for kind, parts in ((0, 1), (1, 1), (2, 6), (2, 8), (2, 12), (3, 3), (3, 5), (3, 8)):
+    for kind, parts in ((0, 1), (1, 1), (2, 6), (2, 8), (2, 12), (2, 24), (3, 3), (3, 5), (3, 8)):
         for rows in (1, 17, 33, 65, 129, 193, 257, 289, 385, 513, 8192):
-            shape = cuda.choose_shape(rows, kind, parts)
-            assert shape.shared_bytes(kind, parts) * shape.resident <= 227 * 1024, (kind, parts, rows)
+            for hidden in (256, 2048, 5120, 7168):
+                shape = cuda.choose_shape(rows, hidden, kind, parts)
+                assert shape.shared_bytes(kind, parts) * shape.resident <= 227 * 1024, (kind, parts, rows)
+
+
+def test_many_rows_occupy_the_multiprocessors_at_every_hidden_size():
+    for hidden in (2048, 4096, 5120, 7168):
+        for rows in (1024, 8192):
+            columns, blocks, _ = cuda.choose_shape(rows, hidden, 1, 1).grid(rows, hidden)
+            assert 88 <= columns * blocks <= 132
 
 
 def test_a_start_meets_the_shapes_of_every_number_of_rows():
     """Decoding of a few sequences and prompts of typical lengths: see ``deepinfer.worker.warm_up``."""
     for kind, parts in ((0, 1), (1, 1), (2, 6), (3, 3), (2, 12)):
-        for choose in (lambda rows, u=(kind, parts): cuda.choose_shape(rows, *u), cuda.choose_finish_shape):
+        for choose in (lambda rows, u=(kind, parts): cuda.choose_shape(rows, 5120, *u), cuda.choose_finish_shape):
             met = {choose(rows) for rows in (1, 2, 4, 8, *typical_lengths(8192))}
             assert {choose(rows) for rows in range(1, 8193)} <= met, (kind, parts)
