@@ -314,11 +314,13 @@ def test_clusters_fill_the_gpu_and_tiles_fit(name):
         Tile(64, 5, 1, 4, 1),
         Tile(128, 4, 1, 5, 1),
         Tile(96, 2, 2, 4, 1),
+        Tile(384, 2, 1, 4, 1),
     ],
 )
-@pytest.mark.parametrize("partial", [False, True])
-def test_wgmma_source_compiles(tile, partial, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("slices", "partial"), [(3, False), (3, True), (1, False)])
+def test_wgmma_source_compiles(tile, slices, partial, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "_cache_directory", tmp_path)
     packed = torch.empty(8, 12, 1)
-    product = wgmma_cuda.WgmmaProduct(packed, packed, (256, 768), 1, 3, partial=partial)
-    assert nvrtc.compile_cubin("dense_wgmma.cu", product.defines(tile, partial, not partial, beside=partial), "sm_90a")
+    product = wgmma_cuda.WgmmaProduct(packed, packed, (256, 768), 1, slices, partial=partial)
+    defines = product.defines(tile, partial, slices > 1 and not partial, beside=partial)
+    assert nvrtc.compile_cubin("dense_wgmma.cu", defines, "sm_90a").startswith(b"\x7fELF")
