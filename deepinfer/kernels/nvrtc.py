@@ -407,8 +407,16 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-@functools.cache
+_loading = threading.Lock()
+
+
 def _nvrtc() -> ctypes.CDLL:
+    with _loading:  # a second thread would find the library by its name, before its builtins are loaded
+        return _load_nvrtc()
+
+
+@functools.cache
+def _load_nvrtc() -> ctypes.CDLL:
     names = [f"libnvrtc.so.{major}" for major in (13, 12)]
     folders = [Path("/usr/local/cuda/lib64")]
     package = importlib.util.find_spec("nvidia")
