@@ -59,7 +59,7 @@ from deepinfer.errors import EngineError
 
 SOURCES = Path(__file__).parent / "cuda"
 _OPTIONS = ("--std=c++17",)
-_MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_BYTES_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE_CLUSTER = 8  # CTAs
@@ -93,6 +93,8 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     )
 
 
+MAX_SHARED_BYTES = 227 * 1024
+"""Most shared memory of a CTA on Hopper."""
 int64 = ctypes.c_int64
 """For arguments of 64 bits."""
 
@@ -314,7 +316,7 @@ def _load(source: str, entry: str, defines: tuple[tuple[str, int], ...], index: 
     _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"load {source}")
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"find {entry} in {source}")
     if shared_bytes > _DEFAULT_SHARED_BYTES:
-        result = driver.cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes)
+        result = driver.cuFuncSetAttribute(function, _SHARED_BYTES_LIMIT, shared_bytes)
         _check(result, f"give {entry} {shared_bytes} bytes of shared memory")
     _check(driver.cuFuncSetAttribute(function, _SHARED_CARVEOUT, 100), f"divide the memory for {entry}")
     return Kernel(function, entry, index, max(shared_bytes, _DEFAULT_SHARED_BYTES))

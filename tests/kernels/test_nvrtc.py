@@ -49,4 +49,6 @@ with ThreadPoolExecutor(8) as pool:
 @pytest.mark.skipif(not compiler_is_here(), reason="NVRTC is not installed")
 def test_the_first_kernels_of_a_process_may_be_compiled_by_several_threads(tmp_path):
     """A thread that found the library half loaded could not compile."""
-    subprocess.run([sys.executable, "-c", FIRST_USE, str(tmp_path)], check=True)
+    done = subprocess.run([sys.executable, "-c", FIRST_USE, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("*.cubin"))) == 8

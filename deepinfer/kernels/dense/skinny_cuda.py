@@ -11,7 +11,6 @@ from torch import Tensor
 from deepinfer.kernels import nvrtc
 from deepinfer.kernels.dense import packing
 
-_MAX_SHARED_BYTES = 227 * 1024
 _NUM_SMS = 132
 _MAX_SLICE = 1536
 """Most columns of one CTA: 8 activation rows take 24 KB of shared memory, so several CTAs fit an SM."""
@@ -128,7 +127,7 @@ class SkinnyProduct:
             packed.shape[0], self.chunks, group_block_rows, 1280 // self.block_k
         )
         barriers = 8 * self.geometry.row_warps * self.geometry.k_warps  # of a ring, per stage
-        self.pipelines = [p for p in pipelines if self.shared_bytes(p) + barriers * p.depth <= _MAX_SHARED_BYTES]
+        self.pipelines = [p for p in pipelines if self.shared_bytes(p) + barriers * p.depth <= nvrtc.MAX_SHARED_BYTES]
         assert self.pipelines, f"{shape}: the input slice of a CTA does not fit shared memory with {self.geometry}"
 
     def shared_bytes(self, pipeline: Pipeline) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from deepinfer.kernels import nvrtc
 
-_MAX_SHARED_BYTES = 227 * 1024
 _SM_SHARED_BYTES = 228 * 1024
 _NUM_SMS = 132
 _MAX_CLUSTER = 8
@@ -109,7 +108,7 @@ class WgmmaProduct:
 
     def _takes(self, tile: Tile) -> bool:
         within_group = self.groups == 1 or self.rows_out // self.groups % tile.weight_rows == 0
-        return within_group and self.shared_bytes(tile) <= _MAX_SHARED_BYTES and self.cluster <= _MAX_CLUSTER
+        return within_group and self.shared_bytes(tile) <= nvrtc.MAX_SHARED_BYTES and self.cluster <= _MAX_CLUSTER
 
     @property
     def cluster(self) -> int:

@@ -22,7 +22,6 @@ GROUP = 256
 _THREADS = 160
 _COLUMNS = 32
 _STREAMS = 4
-_MAX_SHARED_BYTES = 227 * 1024
 _NUM_SMS = 132
 _FN_BYTES = 4 * 3 * 3 * 32 * 16
 _TILE_BYTES = 16 * 28 * 4
@@ -105,7 +104,7 @@ def choose_shape(rows: int, hidden: int, kind: int, parts: int) -> Shape:
     # Up to 16 * 6 * groups rows each warp has a tile of its own; beyond, 4 leave the fewest without one at the end.
     for tiles in (6, 4) if 16 * 4 * groups < rows <= 16 * 6 * groups else (4,):
         ringed = Shape(1, tiles, groups, serial=4, depth=2)
-        if ringed.shared_bytes(kind, parts) <= _MAX_SHARED_BYTES:
+        if ringed.shared_bytes(kind, parts) <= nvrtc.MAX_SHARED_BYTES:
             return ringed
     if rows <= 512:
         return Shape(1, 4, 4 if rows > 256 else 0, resident=3 if rows <= 128 else 5)

@@ -13,7 +13,6 @@ from deepinfer.kernels import nvrtc
 MAX_ROWS = 8192
 """Of a launch; more take several."""
 _RECORD = 68
-_MAX_SHARED_BYTES = 227 * 1024
 _POINTERS = ("weights", "keys", "table", "sequence", "visible", "out")
 _NUMBERS = ("weights_stride", "table_stride", "out_stride", "rows", "min_scored")
 
@@ -93,7 +92,7 @@ def score_chunks(
     assert order_keys.data_ptr() % 4 == head_weights.data_ptr() % 4 == 0
     tile = geometry or default_geometry(heads)
     defines = constants(tile, heads, entries_per_block)
-    most = min(MAX_ROWS, (_MAX_SHARED_BYTES - tile.shared_bytes(0, heads)) // 4)
+    most = min(MAX_ROWS, (nvrtc.MAX_SHARED_BYTES - tile.shared_bytes(0, heads)) // 4)
     kernel = nvrtc.load_kernel(
         "index_chunks.cu", "index_chunks", defines, query.device, shared_bytes=tile.shared_bytes(most, heads)
     )

@@ -26,7 +26,6 @@ from deepinfer.kernels.moe import packing
 from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, order_pairs
 
 _PRODUCT, _ROWS = "moe_fp8.cu", "moe_fp8_rows.cu"
-_MAX_SHARED_BYTES = 227 * 1024
 _LINE_BYTES, _ROOM_STRIDE = 128, 144
 LINE = 128
 """Columns of a line."""
@@ -122,7 +121,7 @@ class GroupedProduct:
         }  # fmt: skip
 
     def accepts(self, tile: Tile) -> bool:
-        fits = tile.shared_bytes(self.num_experts) <= _MAX_SHARED_BYTES
+        fits = tile.shared_bytes(self.num_experts) <= nvrtc.MAX_SHARED_BYTES
         return fits and self.column_tiles % 2 == 0 and (not self.swiglu or self.row_tiles % 4 == 0)
 
     def __call__(

@@ -19,7 +19,6 @@ from deepinfer.kernels.moe import packing
 from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, order_pairs
 
 _SOURCE = "moe_wgmma.cu"
-_MAX_SHARED_BYTES = 227 * 1024
 _LINE_BYTES, _ROOM_STRIDE = 128, 144
 MAX_PAIRS = 160
 """Most pairs of a CTA's piece of work."""
@@ -91,7 +90,7 @@ class GroupedProduct:
         }  # fmt: skip
 
     def accepts(self, tile: Tile) -> bool:
-        fits = tile.shared_bytes(self.num_experts) * tile.min_ctas <= _MAX_SHARED_BYTES
+        fits = tile.shared_bytes(self.num_experts) * tile.min_ctas <= nvrtc.MAX_SHARED_BYTES
         return fits and self.column_tiles % tile.depth == 0 and tile.depth * tile.fragments % 2 == 0
 
     def kernel(self, tile: Tile, block: int) -> nvrtc.Kernel:

@@ -22,7 +22,6 @@ PACKED_ROWS = 512
 _PACKED_ROWS_PER_CTA = 32
 _CLUSTER = 8
 _WORD = 32
-_MAX_SHARED_BYTES = 227 * 1024
 _NUM_SMS = 132
 
 
@@ -177,10 +176,10 @@ def order_pairs(experts: Tensor, num_experts: int, order: tuple[Tensor, ...], bl
     cluster, threads = (1, MAX_EXPERTS) if rows <= _WORD else (_CLUSTER, 1024)
     rows_per_cta = -(-rows // (cluster * _WORD)) * _WORD
     shared = 4 * (2 * num_experts + threads // 32) + rows_per_cta // _WORD * num_experts * 6
-    assert shared <= _MAX_SHARED_BYTES, (rows, num_experts)
+    assert shared <= nvrtc.MAX_SHARED_BYTES, (rows, num_experts)
     defines = _defines(num_experts, num_selected, threads, cluster, True)
     limit = 4 * (2 * num_experts + 32) + MAX_ORDERED_ROWS // (_CLUSTER * _WORD) * num_experts * 6
-    room = min(max(shared, limit), _MAX_SHARED_BYTES)  # one loaded kernel for all numbers of rows
+    room = min(max(shared, limit), nvrtc.MAX_SHARED_BYTES)  # one loaded kernel for all numbers of rows
     kernel = nvrtc.load_kernel("route_select.cu", "order_pairs", defines, experts.device, shared_bytes=room)
     arguments = _arguments(rows, rows_per_cta, block, experts, order)
     kernel.launch((cluster, 1, 1), threads, [arguments], shared_bytes=shared, cluster=cluster, overlap=overlap)
