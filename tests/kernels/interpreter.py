@@ -1,7 +1,9 @@
 """What Triton's interpreter (3.6) gets wrong on the CPU and our kernels need: repaired here, for tests only.
 
 It cuts float32 to bf16 instead of rounding, loses the carry when it rounds to e4m3, multiplies bf16 matrices as if
-their bits were integers, and cannot run ``range`` over kernel values since NumPy 2.4.
+their bits were integers, and cannot run ``range`` over kernel values since NumPy 2.4. Its float32 products of matrices
+are those of a library, on some processors with other last bits where there are other rows; here they are summed in
+float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -33,13 +35,10 @@ def repair() -> None:
         return _from_torch(_saturate(_to_torch(data, source), target).to(_TORCH_TYPES[target]))
 
     def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        a, b = (
-            interpreter.TensorHandle(_to_torch(x.data, x.dtype.scalar).float().numpy(), tl.float32)
-            if x.dtype.scalar == tl.bfloat16
-            else x
-            for x in (a, b)
-        )
-        return create_dot(self, a, b, d, *options)
+        if d.dtype.scalar != tl.float32:
+            return create_dot(self, a, b, d, *options)
+        total = np.matmul(_as_float64(a), _as_float64(b)) + d.data
+        return interpreter.TensorHandle(total.astype(np.float32), tl.float32)
 
     def patch_tensor_with_bounds(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -56,6 +55,11 @@ def _to_torch(data: Any, dtype: Any) -> torch.Tensor:
         return torch.from_numpy(array)
     signed = array.view({1: np.uint8, 2: np.int16, 4: np.int32}[array.itemsize])
     return torch.from_numpy(signed.copy()).view(_TORCH_TYPES[dtype])
+
+
+def _as_float64(x: Any) -> Any:
+    dtype = x.dtype.scalar
+    return _to_torch(x.data, dtype).double().numpy() if dtype in _TORCH_TYPES else x.data.astype(np.float64)
 
 
 def _from_torch(x: torch.Tensor) -> Any:
