@@ -151,7 +151,7 @@ def measure(subject: Subject, rows: int, plans: list[Plan]) -> None:
     chosen = routings(rows, count)
     distinct = sum(len(experts.unique()) for experts in chosen) / count
     weights = torch.rand(rows, TOP, device=DEVICE)
-    blocks = {size: [order_pairs(experts, EXPERTS, size) for experts in chosen] for size in (8, 16)}
+    blocks = {size: [order_pairs(experts, EXPERTS, size) for experts in chosen] for size in (8, 16, 24)}
     x, inner = random_x(rows, HIDDEN), random_x(rows * TOP, WIDTH)
     values = new_output(rows * TOP, subject.products["down"])
     made = new_output(rows * TOP, subject.products["gate_up"])
@@ -201,15 +201,16 @@ def candidates(rows: int) -> list[Plan]:
     """Plans worth a try."""
     if rows <= 16:
         return [Plan(1, 2, 2), Plan(1, 4, 2), Plan(1, 8, 2), Plan(1, 2, 2, 20), Plan(1, 4, 2, 12)]
-    plans = [Plan(1, 1, 2), Plan(1, 1, 2, 20), Plan(1, 1, 2, 24), Plan(1, 2, 2), Plan(1, 2, 2, 20)]
-    return plans + ([Plan(2, 1, 2)] if rows >= 384 else [])
+    if rows < 320:
+        return [Plan(1, 1, 2), Plan(1, 1, 2, 20), Plan(1, 1, 2, 24), Plan(1, 2, 2), Plan(1, 2, 2, 20)]
+    return [Plan(1, 1, 2, 20), Plan(2, 1, 2), Plan(3, 1, 2, 12)]
 
 
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")],
-                        default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512])  # fmt: skip
+                        default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 320, 384, 512, 640, 768, 1024])  # fmt: skip
     parser.add_argument("--no-library", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -222,6 +223,7 @@ def main() -> None:
         (67, Plan(1, 1, 2, 20)),
         (200, Plan(2, 1, 2)),
         (33, Plan(1, 8, 2)),
+        (700, Plan(3, 1, 2, 12)),
     ):
         check(subject, rows, plan)
     for rows in args.rows:

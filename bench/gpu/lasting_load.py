@@ -4,7 +4,8 @@
 
 The layer slice of true width (``layer_slice.py``), a CUDA graph per case, replayed for 1.2 s after 0.3 s of rest. Cases
 take turns, in opposite order every other round. ``--plans``: of the routed experts' two products, as ``pair tiles,
-split, depth, warps`` (:class:`deepinfer.kernels.moe.grouped_skinny.Plan`); ``now`` are those that the engine takes.
+split, depth, warps`` (:class:`deepinfer.kernels.moe.grouped_skinny.Plan`); ``now`` are those that the engine takes,
+``many`` are the kernels for many rows.
 """
 
 from __future__ import annotations
@@ -98,9 +99,11 @@ def plan_of(text: str) -> Plan:
 
 def set_plans(name: str) -> None:
     experts_hopper.PLANS = _NOW
-    if name != "now":
+    if name == "many":
+        experts_hopper.PLANS = ()
+    elif name != "now":
         gate_up, down = name.split("/")
-        experts_hopper.PLANS = ((512, plan_of(gate_up), plan_of(down)),)
+        experts_hopper.PLANS = ((0, float("inf"), plan_of(gate_up), plan_of(down)),)
 
 
 @torch.inference_mode()

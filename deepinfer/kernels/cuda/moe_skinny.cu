@@ -23,6 +23,7 @@
 #define CODE_BYTES 2048
 #define PAIR_BYTES (2 * TILE_BYTES)  // a chunk: two tiles, neighbours along K
 #define BLOCK (8 * NT)
+#define CHUNK_STEP (2 * TILES * TILE_BYTES)  // from a chunk to the next
 #define SUMS (16 * NT)  // of a lane and a tile
 #define WIDTH (32 * TILES)
 
@@ -89,12 +90,6 @@ __device__ __forceinline__ u32 factors(u32 scales, int half) {  // bf16 of 2^126
   return __byte_perm(scales, 0, half ? 0x4342 : 0x4140) << 7;
 }
 
-// The tiles of weights of one warp, in the order in which it needs them.
-struct Stream {
-  const char* from;
-  int round, chunk;
-};
-
 struct Place {  // of this warp
   int team, slice, first, count;  // chunks of its slice of K
   int total;                      // tiles of all experts
@@ -107,46 +102,46 @@ __device__ __forceinline__ int tile_of(const Place& place, int grid, int round) 
   return round <= full && tile < place.total ? tile : -1;
 }
 
-__device__ __forceinline__ const char* tile_address(const Arguments& a, const Place& place, int tile) {
-  if (tile < 0) return nullptr;
-  const long long expert = a.block_expert[tile / TILES];
-  return a.weights + ((expert * CHUNKS + place.first) * 2 * TILES + tile % TILES) * TILE_BYTES;
+// A tile, and where this warp's slices of its weights and of its activations begin.
+struct Work {
+  int tile;             // -1: none
+  const char* weights;
+  const u16* x[NT];     // a lane's 8 columns of each pair tile; a pair that does not exist gets some row: it meets no other
+  int used;             // pair tiles that have pairs; they come first
+};
+
+__device__ __forceinline__ void find_weights(const Arguments& a, const Place& place, Work& work) {
+  if (work.tile < 0) return;
+  const long long expert = a.block_expert[work.tile / TILES];
+  work.weights = a.weights + ((expert * CHUNKS + place.first) * 2 * TILES + work.tile % TILES) * TILE_BYTES;
 }
 
-__device__ __forceinline__ void fetch(const Arguments& a, const Place& place, int grid, Stream& stream, u32 to, u32 full) {
-  if (!stream.from) return;
-  if (threadIdx.x % 32 == 0) {
-    barrier_expect(full, PAIR_BYTES);
-    copy_tile(to, stream.from, full);
-    copy_tile(to + TILE_BYTES, stream.from + TILES * TILE_BYTES, full);
-  }
-  stream.from += 2 * TILES * TILE_BYTES;
-  if (++stream.chunk == place.count) {
-    stream.chunk = 0;
-    stream.from = tile_address(a, place, tile_of(place, grid, ++stream.round));
-  }
-}
-
-// Where a lane's 8 columns of each pair tile begin in x. A pair that does not exist gets some row: it meets no other.
-// Returns whether the second pair tile, if blocks have one, has pairs.
-__device__ __forceinline__ bool find_rows(const Arguments& a, const Place& place, int tile, const u16* (&x)[NT]) {
+__device__ __forceinline__ void find_rows(const Arguments& a, const Place& place, Work& work) {
   const int lane = threadIdx.x % 32;
-  bool has_second_tile = false;
+  work.used = 1;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
-    const int pair = tile < 0 ? 0 : a.ordered[tile / TILES * BLOCK + 8 * n + lane / 4];
-    x[n] = a.x + (long long)(pair < a.num_pairs ? pair / TOP : 0) * K + place.first * 128 + lane % 4 * 8;
-    if (n == 1) has_second_tile = __shfl_sync(~0u, pair, 0) < a.num_pairs;
+    const int pair = work.tile < 0 ? 0 : a.ordered[work.tile / TILES * BLOCK + 8 * n + lane / 4];
+    work.x[n] = a.x + (long long)(pair < a.num_pairs ? pair / TOP : 0) * K + place.first * 128 + lane % 4 * 8;
+    if (n > 0) work.used += __shfl_sync(~0u, pair, 0) < a.num_pairs;
   }
-  return has_second_tile;
+}
+
+// One chunk of weights, two tiles.
+__device__ __forceinline__ void fetch(const char* from, u32 to, u32 full) {
+  if (threadIdx.x % 32 == 0) {
+    barrier_expect(full, PAIR_BYTES);
+    copy_tile(to, from, full);
+    copy_tile(to + TILE_BYTES, from + TILES * TILE_BYTES, full);
+  }
 }
 
 struct Operands { uint4 of[NT][2]; };  // [pair tile][half of 32 columns]
 
-__device__ __forceinline__ void load_operands(Operands& b, const u16* const (&x)[NT], int column, bool has_second_tile) {
+__device__ __forceinline__ void load_operands(Operands& b, const u16* const (&x)[NT], int column, int used) {
 #pragma unroll
   for (int n = 0; n < NT; ++n)
-    if (n == 0 || has_second_tile)
+    if (n < used)
 #pragma unroll
       for (int half = 0; half < 2; ++half) b.of[n][half] = load_activations(x[n] + column + half * 32);
 }
@@ -158,7 +153,9 @@ __device__ __forceinline__ void load_older_operands(Operands& b, const u16* cons
     for (int half = 0; half < 2; ++half) b.of[n][half] = load_older(x[n] + column + half * 32);
 }
 
-__device__ __forceinline__ void multiply_tile(float (&sum)[4][NT][4], u32 tile, const Operands& b, bool has_second_tile) {
+// With the first USED pair tiles.
+template <int USED>
+__device__ __forceinline__ void multiply_tile(float (&sum)[4][NT][4], u32 tile, const Operands& b) {
   const int lane = threadIdx.x % 32;
   const uint4 all = load_shared(tile + CODE_BYTES + lane / 4 * 16);
   const u32 scales[4] = {all.x, all.y, all.z, all.w};
@@ -173,13 +170,54 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[4][NT][4], u32 tile, 
 #pragma unroll
       for (int j = 0; j < 4; ++j) u[j] = times<0>(u[j], scale), v[j] = times<1>(v[j], scale);
 #pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        if (n > 0 && !has_second_tile) break;
+      for (int n = 0; n < USED; ++n) {
         multiply(sum[m][n], u[0], v[0], u[1], v[1], b.of[n][half].x, b.of[n][half].y);
         multiply(sum[m][n], u[2], v[2], u[3], v[3], b.of[n][half].z, b.of[n][half].w);
       }
     }
   }
+}
+
+// The chunks of a tile with USED pair tiles, the ring once around in a pass. Its first DEPTH chunks are on their way, and
+// the operands of the first are there; leaves the same of the next tile. Bit d of `parities` is the phase of place d.
+template <int USED>
+__device__ __forceinline__ void multiply_chunks(
+    float (&sum)[4][NT][4], Operands (&b)[2], u32& parities, u32 ring, u32 full, int count, const Work& work, const Work& next) {
+  const bool is_even = CHUNKS % (SPLIT * DEPTH) == 0;  // all passes are whole
+  const u16* x[NT];
+#pragma unroll
+  for (int n = 0; n < NT; ++n) x[n] = work.x[n];
+  const char* weights = work.weights;
+  for (int begin = 0; begin < count; begin += DEPTH) {
+    weights += DEPTH * CHUNK_STEP;
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+      if (!is_even && begin + d >= count) break;
+      const bool is_last = is_even ? d + 1 == DEPTH && begin + DEPTH == count : begin + d + 1 == count;
+      const bool is_last_here = is_even ? begin + DEPTH == count : begin + d + DEPTH >= count;  // in this place
+      const u32 tiles = ring + d * PAIR_BYTES, barrier = full + 8 * d;
+#pragma unroll
+      for (int n = 0; n < NT; ++n) x[n] = is_last ? next.x[n] : x[n] + 128;
+      barrier_wait(barrier, parities >> d & 1);
+      parities ^= 1u << d;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        multiply_tile<USED>(sum, tiles + i * TILE_BYTES, b[i]);
+        load_operands(b[i], x, i * 64, is_last ? next.used : USED);  // for the next chunk
+      }
+      __syncwarp();  // every lane has read the tiles
+      if (!is_last_here || next.tile >= 0) fetch((is_last_here ? next.weights : weights) + d * CHUNK_STEP, tiles, barrier);
+    }
+  }
+}
+
+// The same with as many as the work uses, at least USED.
+template <int USED>
+__device__ __forceinline__ void multiply_used(
+    float (&sum)[4][NT][4], Operands (&b)[2], u32& parities, u32 ring, u32 full, int count, const Work& work, const Work& next) {
+  if constexpr (USED == NT) multiply_chunks<NT>(sum, b, parities, ring, full, count, work, next);
+  else if (work.used == USED) multiply_chunks<USED>(sum, b, parities, ring, full, count, work, next);
+  else multiply_used<USED + 1>(sum, b, parities, ring, full, count, work, next);
 }
 
 __device__ __forceinline__ float activation(float gate, float up, float limit) {
@@ -223,14 +261,14 @@ __device__ __forceinline__ void activate_shared(const Arguments& a, int grid) {
 }
 
 // A lane has rows g and g + 8 of every 16, and pairs 2t and 2t + 1 of every 8.
-__device__ __forceinline__ void finish(const Arguments& a, int tile, const float (&sum)[4][NT][4], bool has_second_tile) {
+__device__ __forceinline__ void finish(const Arguments& a, int tile, const float (&sum)[4][NT][4], int used) {
   const int lane = threadIdx.x % 32, group = lane / 4, part = tile % TILES;
   const int* pairs = a.ordered + tile / TILES * BLOCK + lane % 4 * 2;
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (n > 0 && !has_second_tile) break;
+      if (n > 0 && n >= used) break;
       const int pair = pairs[8 * n + i];
       const bool exists = pair < a.num_pairs;
       if (GATED) {
@@ -276,50 +314,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_skinny(const Argume
   place.team = warp / SPLIT, place.slice = warp % SPLIT;
   place.first = place.slice * CHUNKS / SPLIT, place.count = (place.slice + 1) * CHUNKS / SPLIT - place.first;
   place.total = *a.num_ordered / BLOCK * TILES;
-  int tile = tile_of(place, grid, 0);
-  Stream stream = {tile_address(a, place, tile), 0, 0};
+  Work work = {tile_of(place, grid, 0)}, next;
+  find_weights(a, place, work);
 #pragma unroll
-  for (int d = 0; d < DEPTH; ++d) fetch(a, place, grid, stream, ring + d * PAIR_BYTES, full + 8 * d);
-  const u16 *x[NT], *next_x[NT];
+  for (int d = 0; d < DEPTH; ++d)
+    if (work.tile >= 0 && d < place.count) fetch(work.weights + d * CHUNK_STEP, ring + d * PAIR_BYTES, full + 8 * d);
   Operands b[2];
   const bool ahead = AHEAD && a.early;
-  bool has_second_tile = false;
   if (ahead) {
-    has_second_tile = find_rows(a, place, tile, x);
-    if (tile >= 0) load_older_operands(b[0], x, 0), load_older_operands(b[1], x, 64);
+    find_rows(a, place, work);
+    if (work.tile >= 0) load_older_operands(b[0], work.x, 0), load_older_operands(b[1], work.x, 64);
   }
   if (a.early) wait_for_earlier_kernels();
   let_next_kernel_start();
   if (GATED) activate_shared(a, grid);
 
   if (!ahead) {
-    has_second_tile = find_rows(a, place, tile, x);
-    if (tile >= 0) load_operands(b[0], x, 0, has_second_tile), load_operands(b[1], x, 64, has_second_tile);
+    find_rows(a, place, work);
+    if (work.tile >= 0)
+      load_operands(b[0], work.x, 0, work.used), load_operands(b[1], work.x, 64, work.used);
   }
-  int stage = 0;
-  u32 parity = 0;
-  for (int round = 0; tile >= 0; ++round) {
-    const int next_tile = tile_of(place, grid, round + 1);
-    const bool next_has_second_tile = find_rows(a, place, next_tile, next_x);
+  u32 parities = 0;
+  for (int round = 0; work.tile >= 0; ++round) {
+    next.tile = tile_of(place, grid, round + 1);
+    find_weights(a, place, next);
+    find_rows(a, place, next);
     float sum[4][NT][4] = {};
-    for (int chunk = 0; chunk < place.count; ++chunk) {
-      const u32 tiles = ring + stage * PAIR_BYTES;
-#pragma unroll
-      for (int n = 0; n < NT; ++n) x[n] = chunk + 1 == place.count ? next_x[n] : x[n] + 128;
-      const bool loads_second_tile = chunk + 1 == place.count ? next_has_second_tile : has_second_tile;
-      barrier_wait(full + 8 * stage, parity);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        multiply_tile(sum, tiles + i * TILE_BYTES, b[i], has_second_tile);
-        load_operands(b[i], x, i * 64, loads_second_tile);  // for the next chunk
-      }
-      __syncwarp();  // every lane has read the tiles
-      fetch(a, place, grid, stream, tiles, full + 8 * stage);
-      if (++stage == DEPTH) stage = 0, parity ^= 1;
-    }
-    const int done = tile;
-    const bool done_has_second_tile = has_second_tile;
-    tile = next_tile, has_second_tile = next_has_second_tile;
+    multiply_used<1>(sum, b, parities, ring, full, place.count, work, next);
+    const int done = work.tile, used = work.used;
+    work = next;
 #if SPLIT > 1
     float* room = all_sums + ((round & 1) * TEAMS + place.team) * ((SPLIT - 1) * SUMS * 32) + lane;  // in turns
     float(&flat)[SUMS] = *(float(*)[SUMS])sum;
@@ -333,6 +356,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_skinny(const Argume
 #pragma unroll
       for (int i = 0; i < SUMS; ++i) flat[i] += room[(s * SUMS + i) * 32];
 #endif
-    finish(a, done, sum, done_has_second_tile);
+    finish(a, done, sum, used);
   }
 }

@@ -19,21 +19,16 @@ from deepinfer.kernels.moe.grouped_skinny import GroupedSkinny, Plan, SharedActi
 from deepinfer.kernels.moe.grouped_wgmma import GroupedExperts
 from deepinfer.kernels.moe.router import Routing
 
-PLANS: tuple[tuple[int, Plan, Plan], ...] = (
-    (1, Plan(1, 5, 1, 20, evict_first=True, ahead=True), Plan(1, 3, 2, 12, evict_first=True)),
-    (4, Plan(1, 2, 2, evict_first=True), Plan(1, 2, 2, evict_first=True)),
-    (16, Plan(1, 2, 2, 20, evict_first=True), Plan(1, 2, 2, 20, evict_first=True)),
-    (32, Plan(1, 1, 2, 24), Plan(1, 1, 2, 20)),
-    (416, Plan(1, 1, 2, 20), Plan(1, 1, 2, 20)),
-    (512, Plan(2, 1, 2), Plan(2, 1, 2)),
+PLANS: tuple[tuple[int, float, Plan, Plan], ...] = (
+    (6, 0, Plan(1, 5, 1, 20, evict_first=True, ahead=True), Plan(1, 3, 2, 12, evict_first=True)),
+    (24, 0, Plan(1, 2, 2, evict_first=True), Plan(1, 2, 2, evict_first=True)),
+    (96, 0, Plan(1, 2, 2, 20, evict_first=True), Plan(1, 2, 2, 20, evict_first=True)),
+    (0, 5, Plan(1, 1, 2, 20), Plan(1, 1, 2, 20)),
+    (0, 11, Plan(2, 1, 2), Plan(2, 1, 2)),
+    (0, 18, Plan(3, 1, 2, 12), Plan(3, 1, 2, 12)),
 )
-"""(most rows, plan of gate-up, plan of down) for steps with few pairs per expert; above, the kernels for many.
-
-Fastest on an H200 (``bench/gpu/check_experts.py``), both products in microseconds, reading at 4.4 TB/s from 32 to 256
-rows: 37 for 1 row, 206 for 8, 658 for 32, 1,037 for 64, 1,445 for 128, 1,618 for 256. With blocks of 16 pairs a layer
-of 384 rows takes 60 to 90 us more than with blocks of 8 in the first quarter second, and the same under lasting load
-(``bench/results/h200_lasting_load_verify.json``).
-For 512 rows those of 16 take 2,010, even without leaving out the empty second halves; the kernels for many 2,254."""
+"""(most pairs, most pairs per expert, plan of gate-up, plan of down) for steps with few pairs per expert: the first of
+whose limits one holds. Above, the kernels for many."""
 
 MIN_FP8_PAIRS = 48
 """Fewest pairs per expert for which the FP8 tensor cores are faster, with gather and sum, 384 experts of the released
@@ -99,7 +94,15 @@ class HopperExperts(RoutedExperts):
         """Of gate-up and down; None where the kernels for many rows multiply."""
         if self.batch_invariant:
             return None
-        return next(((gate_up, down) for most, gate_up, down in PLANS if rows <= most), None)
+        pairs = rows * self.num_selected
+        return next(
+            (
+                (gate_up, down)
+                for most, most_per_expert, gate_up, down in PLANS
+                if pairs <= max(most, most_per_expert * self.num_experts)
+            ),
+            None,
+        )
 
     def block_of(self, rows: int) -> int:
         plans = self.plans(rows)

@@ -134,6 +134,18 @@ def test_large_scales_are_left_to_others(monkeypatch):
 
 
 def test_plans_cover_rising_numbers_of_rows():
-    limits = [most for most, *_ in PLANS]
-    assert limits == sorted(limits)
-    assert all(gate_up.block == down.block for _, gate_up, down in PLANS)
+    pairs, per_expert = ([limits[place] for limits in PLANS] for place in (0, 1))
+    assert per_expert == sorted(per_expert)
+    assert [most for most in pairs if most] == sorted(most for most in pairs if most)
+    assert all(gate_up.block == down.block for *_, gate_up, down in PLANS)
+
+
+def test_plans_follow_the_pairs_of_an_expert(monkeypatch):
+    experts = build_experts(random_experts(2 * WIDTH, HIDDEN), random_experts(HIDDEN, WIDTH), TOP, LIMIT, way="hopper")
+    monkeypatch.setattr(experts, "num_experts", 384)
+    monkeypatch.setattr(experts, "num_selected", 6)
+    blocks = {rows: experts.block_of(rows) for rows in (1, 2, 64, 320, 321, 704, 705, 1152, 1153)}
+    assert blocks == {1: 8, 2: 8, 64: 8, 320: 8, 321: 16, 704: 16, 705: 24, 1152: 24, 1153: 16}  # the last: of many
+    monkeypatch.setattr(experts, "num_experts", 128)  # the draft's
+    monkeypatch.setattr(experts, "num_selected", 3)
+    assert [experts.block_of(rows) for rows in (5, 213, 214, 469, 470, 769)] == [8, 8, 16, 16, 24, 16]

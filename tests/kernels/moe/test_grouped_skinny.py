@@ -100,6 +100,8 @@ def run(product: GroupedSkinny, x: Tensor, experts: Tensor, plan: Plan, **more: 
         (3, 2, 2, (640, 128), Plan(1, 1, 4)),
         (2, 3, 4, (192, 640), Plan(1, 3, 2, 12, evict_first=True)),
         (30, 2, 3, (320, 256), Plan(1, 1, 2, 20)),
+        (50, 2, 4, (128, 384), Plan(3, 1, 2, 12)),
+        (61, 3, 4, (64, 384), Plan(3, 1, 2, 4)),
     ],
 )
 def test_exact_sums_give_the_reference_bits(rows, top, experts, shape, plan):
@@ -120,6 +122,7 @@ def test_exact_sums_give_the_reference_bits(rows, top, experts, shape, plan):
     [
         (5, Plan(1, 2, 3)),
         (21, Plan(2, 4, 2)),
+        (40, Plan(3, 1, 2, 12)),
         (1, Plan(1, 4, 1, 20, evict_first=True, ahead=True)),
         (5, Plan(1, 2, 2, ahead=True)),
     ],
@@ -148,8 +151,8 @@ def test_gated_product_activates_and_rounds(rows, plan):
     assert (shared.out != of_shared).float().mean() < 3e-3
 
 
-@pytest.mark.parametrize("plan", [Plan(1, 2, 2), Plan(1, 1, 1, 20), Plan(2, 4, 2)])
-@pytest.mark.parametrize("chosen", [[-1, -1, -1], [2] * 19, [3], [0, -1, 3], [1] * 9 + [0] * 8 + [3] * 16 + [2]])
+@pytest.mark.parametrize("plan", [Plan(1, 2, 2), Plan(1, 1, 1, 20), Plan(2, 4, 2), Plan(3, 1, 3, 12), Plan(3, 2, 2, 4)])
+@pytest.mark.parametrize("chosen", [[-1, -1, -1], [2] * 19, [3], [0, -1, 3], [1] * 9 + [0] * 8 + [3] * 17 + [2]])
 def test_no_pairs_one_expert_with_all_and_the_last(chosen, plan):
     codes, scales = integer_weights(4, 128, 512)
     x = torch.randint(-8, 9, (len(chosen), 512)).bfloat16()
@@ -169,7 +172,8 @@ def test_a_pair_does_not_depend_on_the_others_nor_on_the_block():
     x = torch.randn(19, 384).bfloat16()
     experts = torch.randint(0, 2, (19, 1), dtype=torch.int32)
     whole = run(product, x, experts, Plan(1, 2, 2))
-    assert torch.equal(run(product, x, experts, Plan(2, 2, 3)), whole)
+    for plan in (Plan(2, 2, 3), Plan(2, 2, 2), Plan(3, 2, 1)):
+        assert torch.equal(run(product, x, experts, plan), whole)
     x[:7], x[8:] = torch.nan, torch.nan
     assert torch.equal(run(product, x, experts, Plan(1, 2, 2))[7], whole[7])
 
