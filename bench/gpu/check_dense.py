@@ -3,7 +3,7 @@
     python bench/gpu/check_dense.py [--json FILE] [--only few,many,bf16,times]
 
 By default it checks every kernel and times the plans of deepinfer/kernels/dense/plans.py. ``--only compare`` measures
-the candidates of dense_candidates.py instead, to write those plans from.
+the candidates of dense_candidates.py instead, to write those plans from, ``--only long`` products of 513 to 2,048 rows.
 
 Times are medians of 5 replays of a CUDA graph whose launches rotate over more weights than L2 holds, per launch. Each
 part runs in a process of its own, so that one that breaks the CUDA context does not take the others along.
@@ -31,7 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.gpu import dense_compare
+from bench.gpu import dense_compare, dense_long
 from bench.gpu.dense_cases import (
     BF16_SHAPES,
     COLD_US,
@@ -313,6 +313,8 @@ def compile_ahead(parts: set[str]) -> None:
             planned(shape, early_plan(*shape), plain)
     if "compare" in parts:
         jobs += dense_compare.jobs()
+    if "long" in parts:
+        jobs += dense_long.jobs()
     if "bf16" in parts:
         for n, k in BF16_SHAPES.values():
             few((n, k, 1, False), None, skinny_cuda.PIPELINES, (plain[0], (True, False)))
@@ -358,9 +360,11 @@ def run_part(part: str) -> None:
     elif part == "compare":
         guarded("active clusters", active_clusters)
         guarded("compare", dense_compare.compare)
+    elif part == "long":
+        guarded("long", dense_long.compare)
 
 
-PARTS = ("few", "bf16", "many", "times", "compare")
+PARTS = ("few", "bf16", "many", "times", "compare", "long")
 USUAL = PARTS[:4]
 
 

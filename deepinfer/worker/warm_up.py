@@ -8,14 +8,16 @@ from deepinfer.layers.caches import BLOCK_TOKENS
 from deepinfer.messages import Chunk
 
 _SHORTEST = 16
+_MORE = (576,)
+"""Where the tiles of products change beside these numbers (``deepinfer/kernels/dense/plans.py``)."""
 
 
 def typical_lengths(max_rows: int) -> list[int]:
-    """Powers of two from 16 on and one and a half times as much, one less than each, and ``max_rows``, the largest.
+    """Powers of two from 16 on and one and a half times as much, a few more, one less than each, and ``max_rows``.
 
     A prompt's length chooses among kernels at such numbers, and Triton compiles apart for multiples of 16 and others.
     """
-    steps = [step for power in range(max_rows.bit_length()) for step in (2**power, 3 * 2**power // 2)]
+    steps = [step for power in range(max_rows.bit_length()) for step in (2**power, 3 * 2**power // 2)] + [*_MORE]
     reached = [step for step in steps if _SHORTEST <= step <= max_rows]
     return sorted({max_rows, *reached, *(step - 1 for step in reached)})
 

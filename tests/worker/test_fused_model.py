@@ -123,6 +123,7 @@ def test_fast_prefill_stays_near_faithful(tmp_path: Path, monkeypatch: pytest.Mo
 
     def run(min_rows: int, split_weights: bool) -> tuple[Tensor, dict[str, Tensor]]:
         monkeypatch.setattr(row_scaled, "MIN_ROWS", min_rows)
+        monkeypatch.setattr(row_scaled, "MIN_ROWS_OF_GROUPS", min_rows)
         for layer in runner.fused.layers:
             layer.attention.split_weights = split_weights
         return runner.run(plan).sample_logits().clone(), dict(found)

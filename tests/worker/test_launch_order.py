@@ -60,6 +60,8 @@ def _steps() -> dict[str, tuple[Chunk, ...]]:
 def test_what_is_read_ahead_is_older_than_the_kernel_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, invariant: bool
 ) -> None:
+    from deepinfer.kernels.dense import plans
+    from deepinfer.kernels.moe import experts_hopper
     from deepinfer.layers.fused.draft_rows import DraftExpander, draft_rows
     from deepinfer.models.fused_loading import load_fused, load_fused_draft
     from deepinfer.worker.fused_runner import FusedRunner
@@ -70,6 +72,10 @@ def test_what_is_read_ahead_is_older_than_the_kernel_before(
     monkeypatch.setattr("deepinfer.kernels.dense.row_scaled.MIN_OUTPUTS", 16)
     monkeypatch.setattr("deepinfer.kernels.moe.experts_hopper.MIN_FP8_PAIRS", 160)
     monkeypatch.setattr("deepinfer.kernels.moe.experts_hopper.is_usable", lambda *_: True)
+    if precision == "faithful":  # the kernels for few rows at every length, as the released sizes have them up to 1,152
+        last = experts_hopper.PLANS[-1]
+        monkeypatch.setattr(experts_hopper, "PLANS", (*experts_hopper.PLANS, (0, float("inf"), *last[2:])))
+        monkeypatch.setattr(plans, "DEFAULT", (plans.Few(16), plans.Many(2048)))
     recorder = Recorder()
     read_ahead: set[str] = set()
     early: set[tuple[str, str]] = set()

@@ -193,9 +193,7 @@ class Fp8Linear:
 
     def takes_codes(self, rows: int, *, invariant: bool = False) -> bool:
         """Whether ``rows`` rows are multiplied in FP8, so that their input may be given as codes."""
-        if self._row_scaled is None or invariant or rows < row_scaled.MIN_ROWS:
-            return False
-        return self._stored is not None or self._product(rows) is None
+        return self._row_scaled is not None and not invariant and rows >= row_scaled.min_rows(self.groups)
 
     def partial_sums(self, xq: Tensor, *, overlap: bool = False) -> Tensor | None:
         """``[slices, rows, N]`` float32, where the plan finds it faster to leave their addition to the reader.

@@ -27,6 +27,9 @@ from deepinfer.kernels.formats.float32 import power_of_two
 
 MIN_ROWS = 513
 """Fewer activation rows are multiplied as in ``faithful``."""
+MIN_ROWS_OF_GROUPS = 3 * MIN_ROWS
+"""The same for a product of several groups, each of which takes a launch: on an H200 ``wo_a`` takes 128 to 133 us for
+513 to 1,536 rows of codes, in bf16 63 to 130 (``bench/gpu/check_dense.py --only long``)."""
 MIN_OUTPUTS = 1024
 """Fewer outputs per group do not pay for the conversion of the activations: 3 bytes per value, against a gain of about
 ``2 * outputs`` operations at 770 instead of 1,200 TFLOP/s."""
@@ -42,6 +45,11 @@ def accepts(num_outputs: int, num_inputs: int, groups: int) -> bool:
     """Whether the product takes the shape and gains by it."""
     per_group = num_outputs // groups
     return num_inputs % 16 == 0 and per_group % 16 == 0 and per_group >= MIN_OUTPUTS
+
+
+def min_rows(groups: int) -> int:
+    """Fewest activation rows that are multiplied in FP8."""
+    return MIN_ROWS if groups == 1 else MIN_ROWS_OF_GROUPS
 
 
 class RowScaledWeight:

@@ -200,6 +200,7 @@ def test_cuda_source_compiles(form, tmp_path, monkeypatch):
 def many(monkeypatch) -> None:
     """Makes few rows and outputs count as many."""
     monkeypatch.setattr(row_scaled, "MIN_ROWS", 3)
+    monkeypatch.setattr(row_scaled, "MIN_ROWS_OF_GROUPS", 3)
     monkeypatch.setattr(row_scaled, "MIN_OUTPUTS", 32)
 
 
@@ -273,6 +274,13 @@ def test_an_input_is_rounded_on_the_way(products, device):
     rounded = nf.q8_round(x).bfloat16()
     assert torch.equal(linear(x.to(device), quantize_input=True), linear(rounded.to(device)))
     assert len(products) == 2
+
+
+def test_several_groups_take_more_rows(device):
+    linears = [Fp8Linear(*on(device, random_weight(3072, 96)), groups=groups, is_fast=True) for groups in (1, 3)]
+    for rows, expected in ((512, [False, False]), (513, [True, False]), (1538, [True, False]), (1539, [True, True])):
+        assert [linear.takes_codes(rows) for linear in linears] == expected
+        assert not any(linear.takes_codes(rows, invariant=True) for linear in linears)
 
 
 @pytest.mark.gpu
