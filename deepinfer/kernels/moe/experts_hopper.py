@@ -28,7 +28,13 @@ PLANS: tuple[tuple[int, float, Plan, Plan], ...] = (
     (0, 18, Plan(3, 1, 2, 12), Plan(3, 1, 2, 12)),
 )
 """(most pairs, most pairs per expert, plan of gate-up, plan of down) for steps with few pairs per expert: the first of
-whose limits one holds. Above, the kernels for many."""
+whose limits one holds. Above, the kernels for many.
+
+From 320 rows of the released size on, fastest on an H200 under lasting load (``bench/gpu/lasting_load.py``, records in
+``bench/results/h200_experts_instructions.json``), milliseconds of a whole layer with blocks of 8, 16, 24 pairs and with
+the kernels for many: 2.33, 2.31 for 320 rows (5 pairs per expert); 2.48, 2.39 for 384; 2.46, 2.55, 3.07 (16, 24, many)
+for 510; 2.69, 2.74, 3.19 for 642; 3.84, 3.38, 3.65 for 1,026; 4.75, 4.32 (24, many) for 1,536. For fewer rows both
+products take 37 us for 1 row, 206 for 8, 658 for 32, 1,037 for 64, 1,618 for 256 (``bench/gpu/check_experts.py``)."""
 
 MIN_FP8_PAIRS = 48
 """Fewest pairs per expert for which the FP8 tensor cores are faster, with gather and sum, 384 experts of the released
