@@ -72,7 +72,7 @@ def test_what_is_read_ahead_is_older_than_the_kernel_before(
     monkeypatch.setattr("deepinfer.kernels.dense.row_scaled.MIN_OUTPUTS", 16)
     monkeypatch.setattr("deepinfer.kernels.moe.experts_hopper.MIN_FP8_PAIRS", 160)
     monkeypatch.setattr("deepinfer.kernels.moe.experts_hopper.is_usable", lambda *_: True)
-    if precision == "faithful":  # the kernels for few rows at every length, as the released sizes have them up to 1,152
+    if precision == "faithful":  # the kernels for few rows at every length, as the released sizes have them up to 1,024
         last = experts_hopper.PLANS[-1]
         monkeypatch.setattr(experts_hopper, "PLANS", (*experts_hopper.PLANS, (0, float("inf"), *last[2:])))
         monkeypatch.setattr(plans, "DEFAULT", (plans.Few(16), plans.Many(2048)))

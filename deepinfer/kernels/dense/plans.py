@@ -18,7 +18,8 @@ the model (``bench/gpu/check_dense.py --only compare`` tries the candidates). Mi
 (From 33 rows on wo_b leaves its sums apart, whose addition is not in its time.)
 
 Up to 1,536 or 2,048 rows one slice beats a widened copy and cuBLAS, but for wq_a + wkv (``--only long``): a layer takes
-336 us for 640 rows against 474, 469 against 578 for 1,024, 906 against 968 for 2,048.
+336 us for 640 rows against 474, 469 against 578 for 1,024, 906 against 968 for 2,048. (down ends where the routed
+experts' kernel for few pairs does, beside which it may run: so a start meets both.)
 
 Slices of the columns work as clusters, which have to fit groups of 14 to 18 SMs: 39 of three, 30 of four and 15 of
 eight run at once. Three slices of the 40 tiles of wo_b would run in two waves: they work apart, in one, and the
@@ -142,7 +143,7 @@ _MEASURED: dict[tuple[int, int, int], tuple[Step, ...]] = {
         _ring(3, 2, 4, {2: 2}, 2),
         Many(256, 2, (_32, _48, _64, _96, _128, _192, _256)),
         Many(512, 1, (_128, _192)),
-        Many(1536, 1, (_192, _256, _384)),
+        Many(1024, 1, (_192, _256, _384)),
     ),
     # projection of the features for drafts
     (5120, 15360, 1): (

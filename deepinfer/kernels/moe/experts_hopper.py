@@ -25,10 +25,11 @@ PLANS: tuple[tuple[int, float, Plan, Plan], ...] = (
     (96, 0, Plan(1, 2, 2, 20, evict_first=True), Plan(1, 2, 2, 20, evict_first=True)),
     (0, 5, Plan(1, 1, 2, 20), Plan(1, 1, 2, 20)),
     (0, 11, Plan(2, 1, 2), Plan(2, 1, 2)),
-    (0, 18, Plan(3, 1, 2, 12), Plan(3, 1, 2, 12)),
+    (0, 16, Plan(3, 1, 2, 12), Plan(3, 1, 2, 12)),
 )
 """(most pairs, most pairs per expert, plan of gate-up, plan of down) for steps with few pairs per expert: the first of
-whose limits one holds. Above, the kernels for many.
+whose limits one holds. Above, the kernels for many: from a length of prompts on that a start meets on both sides
+(``deepinfer/worker/warm_up.py``), since kernels that follow differ, too.
 
 From 320 rows of the released size on, fastest on an H200 under lasting load (``bench/gpu/lasting_load.py``, records in
 ``bench/results/h200_experts_instructions.json``), milliseconds of a whole layer with blocks of 8, 16, 24 pairs and with

@@ -144,8 +144,8 @@ def test_plans_follow_the_pairs_of_an_expert(monkeypatch):
     experts = build_experts(random_experts(2 * WIDTH, HIDDEN), random_experts(HIDDEN, WIDTH), TOP, LIMIT, way="hopper")
     monkeypatch.setattr(experts, "num_experts", 384)
     monkeypatch.setattr(experts, "num_selected", 6)
-    blocks = {rows: experts.block_of(rows) for rows in (1, 2, 64, 320, 321, 704, 705, 1152, 1153)}
-    assert blocks == {1: 8, 2: 8, 64: 8, 320: 8, 321: 16, 704: 16, 705: 24, 1152: 24, 1153: 16}  # the last: of many
+    blocks = {rows: experts.block_of(rows) for rows in (1, 2, 64, 320, 321, 704, 705, 1024, 1025)}
+    assert blocks == {1: 8, 2: 8, 64: 8, 320: 8, 321: 16, 704: 16, 705: 24, 1024: 24, 1025: 16}  # the last: of many
     monkeypatch.setattr(experts, "num_experts", 128)  # the draft's
     monkeypatch.setattr(experts, "num_selected", 3)
-    assert [experts.block_of(rows) for rows in (5, 213, 214, 469, 470, 769)] == [8, 8, 16, 16, 24, 16]
+    assert [experts.block_of(rows) for rows in (5, 213, 214, 469, 470, 682, 683)] == [8, 8, 16, 16, 24, 24, 16]
