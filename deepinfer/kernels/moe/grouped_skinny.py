@@ -117,6 +117,7 @@ class GroupedSkinny:
         assert x.is_contiguous()
         assert (weights is None) == (self.limit is None)
         plan = self.fit(plan)
+        assert plan.shared_bytes <= nvrtc.MAX_SHARED_BYTES, plan
         grid = nvrtc.num_multiprocessors(self.packed.device)
         arguments = _Arguments(
             self.packed.data_ptr(), blocks.ordered.data_ptr(), blocks.block_expert.data_ptr(),
