@@ -95,9 +95,9 @@ def run(product: GroupedSkinny, x: Tensor, experts: Tensor, plan: Plan, **more: 
     ("rows", "top", "experts", "shape", "plan"),
     [
         (1, 3, 5, (128, 256), Plan(1, 2, 2)),
-        (9, 2, 4, (64, 640), Plan(1, 4, 3)),
+        (9, 2, 4, (64, 640), Plan(1, 4, 3, 8)),
         (40, 1, 3, (192, 384), Plan(2, 2, 2)),
-        (3, 2, 2, (640, 128), Plan(1, 1, 4)),
+        (3, 2, 2, (640, 128), Plan(1, 1, 4, 8)),
         (2, 3, 4, (192, 640), Plan(1, 3, 2, 12, evict_first=True)),
         (30, 2, 3, (320, 256), Plan(1, 1, 2, 20)),
         (50, 2, 4, (128, 384), Plan(3, 1, 2, 12)),
@@ -120,8 +120,8 @@ def test_exact_sums_give_the_reference_bits(rows, top, experts, shape, plan):
 @pytest.mark.parametrize(
     ("rows", "plan"),
     [
-        (5, Plan(1, 2, 3)),
-        (21, Plan(2, 4, 2)),
+        (5, Plan(1, 2, 3, 8)),
+        (21, Plan(2, 4, 2, 8)),
         (40, Plan(3, 1, 2, 12)),
         (1, Plan(1, 4, 1, 20, evict_first=True, ahead=True)),
         (5, Plan(1, 2, 2, ahead=True)),
@@ -151,7 +151,7 @@ def test_gated_product_activates_and_rounds(rows, plan):
     assert (shared.out != of_shared).float().mean() < 3e-3
 
 
-@pytest.mark.parametrize("plan", [Plan(1, 2, 2), Plan(1, 1, 1, 20), Plan(2, 4, 2), Plan(3, 1, 3, 12), Plan(3, 2, 2, 4)])
+@pytest.mark.parametrize("plan", [Plan(1, 2, 2), Plan(1, 1, 1, 20), Plan(2, 4, 2, 8), Plan(3, 1, 3, 12), Plan(3, 2, 2, 4)])
 @pytest.mark.parametrize("chosen", [[-1, -1, -1], [2] * 19, [3], [0, -1, 3], [1] * 9 + [0] * 8 + [3] * 17 + [2]])
 def test_no_pairs_one_expert_with_all_and_the_last(chosen, plan):
     codes, scales = integer_weights(4, 128, 512)
@@ -172,7 +172,7 @@ def test_a_pair_does_not_depend_on_the_others_nor_on_the_block():
     x = torch.randn(19, 384).bfloat16()
     experts = torch.randint(0, 2, (19, 1), dtype=torch.int32)
     whole = run(product, x, experts, Plan(1, 2, 2))
-    for plan in (Plan(2, 2, 3), Plan(2, 2, 2), Plan(3, 2, 1)):
+    for plan in (Plan(2, 2, 3, 8), Plan(2, 2, 2), Plan(3, 2, 1, 8)):
         assert torch.equal(run(product, x, experts, plan), whole)
     x[:7], x[8:] = torch.nan, torch.nan
     assert torch.equal(run(product, x, experts, Plan(1, 2, 2))[7], whole[7])
