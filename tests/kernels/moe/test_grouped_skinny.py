@@ -151,7 +151,9 @@ def test_gated_product_activates_and_rounds(rows, plan):
     assert (shared.out != of_shared).float().mean() < 3e-3
 
 
-@pytest.mark.parametrize("plan", [Plan(1, 2, 2), Plan(1, 1, 1, 20), Plan(2, 4, 2, 8), Plan(3, 1, 3, 12), Plan(3, 2, 2, 4)])
+@pytest.mark.parametrize(
+    "plan", [Plan(1, 2, 2), Plan(1, 1, 1, 20), Plan(2, 4, 2, 8), Plan(3, 1, 3, 12), Plan(3, 2, 2, 4)]
+)
 @pytest.mark.parametrize("chosen", [[-1, -1, -1], [2] * 19, [3], [0, -1, 3], [1] * 9 + [0] * 8 + [3] * 17 + [2]])
 def test_no_pairs_one_expert_with_all_and_the_last(chosen, plan):
     codes, scales = integer_weights(4, 128, 512)
