@@ -17,8 +17,8 @@ from deepinfer.kernels.dense.row_scaled import RowCodes
 from deepinfer.ops import number_formats as nf
 from deepinfer.ops.records import Fp8Record
 from tests.kernels.attention.test_sparse_attention import Case, assert_near, make_case
-from tests.kernels.dense.test_linear import compiler_is_here
 from tests.kernels.emulation import compile_for_cpu
+from tests.kernels.test_nvrtc import compiler_is_here
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and shutil.which("g++") is None, reason="needs a GPU or a C++ compiler"

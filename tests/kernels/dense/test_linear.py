@@ -14,6 +14,7 @@ from deepinfer.kernels.dense.wgmma_cuda import Tile
 from deepinfer.kernels.moe.experts_hopper import PLANS
 from deepinfer.ops import number_formats as nf
 from deepinfer.worker.warm_up import typical_lengths
+from tests.kernels.test_nvrtc import compiler_is_here
 
 pytestmark = pytest.mark.gpu
 
@@ -275,13 +276,6 @@ def test_a_start_meets_the_kernels_of_every_number_of_rows(name):
 
     met = {(kernel, is_beside(rows)) for rows in (1, 2, 4, 8, *typical_lengths(8192)) for kernel in kernels(rows)}
     assert {(kernel, is_beside(rows)) for rows in range(1, 2060) for kernel in kernels(rows)} <= met
-
-
-def compiler_is_here() -> bool:
-    try:
-        return nvrtc._nvrtc() is not None
-    except nvrtc.KernelError:
-        return False
 
 
 @pytest.mark.skipif(not compiler_is_here(), reason="NVRTC is not installed")

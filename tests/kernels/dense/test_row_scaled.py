@@ -16,8 +16,9 @@ from deepinfer.kernels import nvrtc
 from deepinfer.kernels.dense import packing, row_scaled
 from deepinfer.kernels.dense.linear import Fp8Linear, GroupedFp8Linear
 from deepinfer.ops import number_formats as nf
-from tests.kernels.dense.test_linear import compiler_is_here, exact, integer_input, integer_weight, on, random_weight
+from tests.kernels.dense.test_linear import exact, integer_input, integer_weight, on, random_weight
 from tests.kernels.emulation import compile_for_cpu
+from tests.kernels.test_nvrtc import compiler_is_here
 
 BELOW = 2.0**-9
 """Spacing of the smallest codes."""

@@ -17,9 +17,9 @@ from deepinfer.kernels import nvrtc
 from deepinfer.kernels.indexer import chunks_cuda, selection
 from deepinfer.kernels.indexer.chunks_cuda import Geometry
 from deepinfer.kernels.indexer.selection import index_full
-from tests.kernels.dense.test_linear import compiler_is_here
 from tests.kernels.emulation import compile_for_cpu
 from tests.kernels.indexer.test_indexer import Case, expected_full, make_case, padded, reference_keys
+from tests.kernels.test_nvrtc import compiler_is_here
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and shutil.which("g++") is None, reason="needs a GPU or a C++ compiler"

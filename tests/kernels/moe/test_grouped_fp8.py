@@ -17,9 +17,9 @@ from deepinfer.kernels.moe import grouped_fp8, packing
 from deepinfer.kernels.moe.expert_blocks import order_pairs
 from deepinfer.kernels.moe.grouped_fp8 import GroupedFp8Experts, GroupedProduct, Lines, Tile
 from deepinfer.ops.number_formats import q4u_decode, q8_round
-from tests.kernels.dense.test_linear import compiler_is_here
 from tests.kernels.emulation import compile_for_cpu
 from tests.kernels.moe.test_grouped_wgmma import LIMIT, MARK, chosen_experts, integer_matrices, integer_rows, used
+from tests.kernels.test_nvrtc import compiler_is_here
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and shutil.which("g++") is None, reason="needs a GPU or a C++ compiler"

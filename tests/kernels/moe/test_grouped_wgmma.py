@@ -16,8 +16,8 @@ from deepinfer.kernels.moe import grouped_wgmma, packing
 from deepinfer.kernels.moe.expert_blocks import ExpertBlocks, order_pairs
 from deepinfer.kernels.moe.grouped_wgmma import GroupedExperts, GroupedProduct, Tile
 from deepinfer.ops.number_formats import q4u_decode, q8_round
-from tests.kernels.dense.test_linear import compiler_is_here
 from tests.kernels.emulation import compile_for_cpu
+from tests.kernels.test_nvrtc import compiler_is_here
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and shutil.which("g++") is None, reason="needs a GPU or a C++ compiler"
