@@ -92,6 +92,11 @@ class FusedLayer:
         return True
 
 
+def row_limits(layers: Sequence[FusedLayer]) -> tuple[int, ...]:
+    """Numbers of rows up to which the routed experts of these layers take one set of kernels."""
+    return tuple(sorted({limit for layer in layers for limit in layer.feed_forward.experts.row_limits()}))
+
+
 class FusedV41:
     """The backbone with embedding, final collapse and head.
 

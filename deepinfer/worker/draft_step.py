@@ -12,6 +12,7 @@ from torch import Tensor
 from deepinfer.kernels import nvrtc
 from deepinfer.kernels.compile_ahead import compiling
 from deepinfer.layers.fused.draft_rows import DraftExpander
+from deepinfer.models.fused_v41 import row_limits
 from deepinfer.sampling.device_choice import DeviceChoice
 from deepinfer.sampling.row_parameters import RowParameters
 from deepinfer.sampling.transfer import copy_into
@@ -19,6 +20,7 @@ from deepinfer.speculative.verification import Verified
 from deepinfer.worker.drafter import FollowingDrafts
 from deepinfer.worker.fused_runner import FusedRunner
 from deepinfer.worker.graph_set import GraphSet
+from deepinfer.worker.warm_up import typical_lengths
 
 Choose = Callable[[Tensor, Tensor, int], Tensor]
 """(logits ``[requests, vocab]`` float32, positions ``[requests]`` int64, slot) -> token ids ``[requests]`` int64."""
@@ -72,10 +74,16 @@ class DraftStep:
             return
         with torch.inference_mode():
             with compiling("kernels of the draft", show_progress):
-                for size in self.graphs.sizes:
+                for size in (*self.graphs.sizes, *self._sizes_beyond(self.graphs.sizes[-1])):
                     self._clear(size)
                     self.run(size)
             self.graphs.capture_all(show_progress)
+
+    def _sizes_beyond(self, largest: int) -> list[int]:
+        """Requests above those of the largest graph, with blocks of typical lengths."""
+        rows = typical_lengths(self.max_requests * self._num_drafts, row_limits(self._model.layers))
+        sizes = sorted({length // self._num_drafts for length in rows})
+        return [size for size in sizes if size > largest]
 
     def set_parameters(self, parameters: RowParameters) -> None:
         """What the requests ask of their tokens, in their order; it stays until it is set again."""

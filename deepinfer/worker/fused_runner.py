@@ -15,7 +15,7 @@ from deepinfer.layers.fused.device_rows import RowExpander, fits_spare_room
 from deepinfer.layers.fused.step import FusedCut, FusedStep
 from deepinfer.messages import Chunk, StepPlan
 from deepinfer.models.fused_dspark import FusedDSpark
-from deepinfer.models.fused_v41 import FusedV41
+from deepinfer.models.fused_v41 import FusedV41, row_limits
 from deepinfer.ops.step_views import ChunkSpan
 from deepinfer.sampling.transfer import kept_on_device
 from deepinfer.worker.decode_graphs import DecodeGraphs
@@ -59,6 +59,7 @@ class FusedRunner(ModelRunner):
         self.ngram_size = config.engram_max_ngram_size if config.engram_layer_ids else 0
         self.device_tokens = DeviceTokens(geometry.num_slots, self.ngram_size, num_drafts, device)
         self.graph_sizes, self.draft_sizes = tuple(graph_sizes), tuple(draft_sizes)
+        self.row_limits = row_limits(model.layers)
         self.graph_pool = GraphPool()
         self.graphs = DecodeGraphs(self, graph_sizes, max_blocks, self.graph_pool) if graph_sizes else None
 

@@ -84,6 +84,8 @@ class ModelRunner:
         self.device = device
         self.graph_sizes: tuple[int, ...] = ()
         """Rows of the steps that are captured: a shorter step runs as the next of them. None where nothing is."""
+        self.row_limits: tuple[int, ...] = ()
+        """Rows up to which the model takes one set of kernels, beside what all models have alike."""
         self.device_tokens: DeviceTokens | None = None
         """Set where a step can run on tokens that the host has not seen."""
         stages = 0 if draft is None else len(draft.layers)

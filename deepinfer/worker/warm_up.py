@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from deepinfer.layers.caches import BLOCK_TOKENS
 from deepinfer.messages import Chunk
 
-_SHORTEST = 16
-_MORE = (576,)
-"""Where the tiles of products change beside these numbers (``deepinfer/kernels/dense/plans.py``)."""
+_SHORTEST = 2
+_MORE = (288, 576)
+"""Where the shapes of hyper-connections and the tiles of products change beside these numbers
+(``deepinfer/kernels/hyper_connection/launches_cuda.py``, ``deepinfer/kernels/dense/plans.py``)."""
 
 
-def typical_lengths(max_rows: int) -> list[int]:
-    """Powers of two from 16 on and one and a half times as much, a few more, one less than each, and ``max_rows``.
+def typical_lengths(max_rows: int, limits: Sequence[int] = ()) -> list[int]:
+    """Powers of two and one and a half times as much, a few more, ``limits``, one less than each, and ``max_rows``.
 
     A prompt's length chooses among kernels at such numbers, and Triton compiles apart for multiples of 16 and others.
+
+    Args:
+        limits: more lengths up to which one choice holds: those of a model's experts.
     """
-    steps = [step for power in range(max_rows.bit_length()) for step in (2**power, 3 * 2**power // 2)] + [*_MORE]
+    steps = [step for power in range(max_rows.bit_length()) for step in (2**power, 3 * 2**power // 2)]
+    steps += [*_MORE, *limits]
     reached = [step for step in steps if _SHORTEST <= step <= max_rows]
     return sorted({max_rows, *reached, *(step - 1 for step in reached)})
 
@@ -33,9 +39,9 @@ def null_prompt(num_rows: int, decoder_keep: int = 0) -> Chunk:
     return Chunk("", 0, (0,) * num_rows, (), blocks, 0, 1, True, decoder_floor=floor)
 
 
-def null_prompts(max_rows: int, decoder_keep: int) -> list[Chunk]:
+def null_prompts(max_rows: int, decoder_keep: int, limits: Sequence[int] = ()) -> list[Chunk]:
     """Prompts of :func:`typical_lengths`, and the first part of one that is longer than a step."""
-    prompts = [null_prompt(num_rows, decoder_keep) for num_rows in typical_lengths(max_rows)]
+    prompts = [null_prompt(num_rows, decoder_keep) for num_rows in typical_lengths(max_rows, limits)]
     if decoder_keep:
         prompts.append(replace(prompts[-1], num_sampled=0, decoder_floor=2 * max_rows))
     return prompts

@@ -75,7 +75,8 @@ class Worker:
         """
         if self.runner.device_tokens is None:
             return
-        self.runner.compile_kernels(null_prompts(max_rows, decoder_keep), show_progress)
+        prompts = null_prompts(max_rows, decoder_keep, self.runner.row_limits)
+        self.runner.compile_kernels(prompts, show_progress)
         self.runner.capture_graphs(show_progress)
         if self.sample_step is not None:
             self.sample_step.prepare(show_progress)

@@ -55,10 +55,12 @@ def _steps() -> dict[str, tuple[Chunk, ...]]:
     return steps
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("precision", ["faithful", "fast"])
+@pytest.mark.parametrize(
+    ("precision", "invariant", "few"),
+    [("faithful", False, True), ("faithful", True, True), ("fast", False, True), ("fast", False, False)],
+)
 def test_what_is_read_ahead_is_older_than_the_kernel_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, invariant: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, invariant: bool, few: bool
 ) -> None:
     from deepinfer.kernels.dense import plans
     from deepinfer.kernels.moe import experts_hopper
@@ -72,9 +74,12 @@ def test_what_is_read_ahead_is_older_than_the_kernel_before(
     monkeypatch.setattr("deepinfer.kernels.dense.row_scaled.MIN_OUTPUTS", 16)
     monkeypatch.setattr("deepinfer.kernels.moe.experts_hopper.MIN_FP8_PAIRS", 160)
     monkeypatch.setattr("deepinfer.kernels.moe.experts_hopper.is_usable", lambda *_: True)
-    if precision == "faithful":  # the kernels for few rows at every length, as the released sizes have them up to 1,024
+    if precision == "fast":  # FP8 products beside either kernel of the experts
+        monkeypatch.setattr("deepinfer.kernels.dense.row_scaled.MIN_ROWS", 129)
+        monkeypatch.setattr("deepinfer.kernels.dense.row_scaled.MIN_ROWS_OF_GROUPS", 520)
+    if few:  # the experts' kernel for few pairs at every length, as the released sizes have it up to 1,024
         last = experts_hopper.PLANS[-1]
-        monkeypatch.setattr(experts_hopper, "PLANS", (*experts_hopper.PLANS, (0, float("inf"), *last[2:])))
+        monkeypatch.setattr(experts_hopper, "PLANS", (*experts_hopper.PLANS, (0, 1e9, *last[2:])))
         monkeypatch.setattr(plans, "DEFAULT", (plans.Few(16), plans.Many(2048)))
     recorder = Recorder()
     read_ahead: set[str] = set()

@@ -35,7 +35,7 @@ BLOCKS = tuple(range(1, 25))
 Key = tuple[str, tuple[Any, ...]]
 
 
-LENGTHS = (9, 17, 30, 50, 70, 100, 129, 170, 200, 250, 300, 350, 400, 500, 520, 531, 600, 660, 700, 1100, 2501)
+LENGTHS = (2, 3, 5, 9, 14, 17, 30, 50, 70, 100, 129, 170, 200, 250, 300, 350, 400, 500, 520, 531, 600, 700, 1100, 2501)
 SIZES = (1, 4, 16)
 
 
@@ -89,7 +89,9 @@ def triton_key(kernel: Any, values: tuple[Any, ...], named: dict[str, Any]) -> K
 
 
 @contextmanager
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int = 0) -> Iterator[tuple[Any, set[Key]]]:
+def recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int = 0, sizes: tuple[int, ...] = SIZES
+) -> Iterator[tuple[Any, set[Key]]]:
     """A runner with graphs to capture whose launches do nothing, and what they were of."""
     from triton.runtime import interpreter
 
@@ -120,21 +122,23 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int = 
         model = load_fused(config, loader, cpu, precision="faithful", max_rows=4096)
         draft = load_fused_draft(model, loader, "faithful") if num_drafts else None
         runner = fused_runner.FusedRunner(
-            config.text, model, engine.runner.caches.geometry, cpu, draft=draft, graph_sizes=SIZES,
+            config.text, model, engine.runner.caches.geometry, cpu, draft=draft, graph_sizes=sizes,
             draft_sizes=(1, 3) if num_drafts else (), max_blocks=24, num_drafts=num_drafts,
         )  # fmt: skip
         loaded.clear()
         yield runner, loaded
 
 
-@pytest.mark.parametrize("keep", [0, 100])
-def test_prompts_launch_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
-    with recorded(tmp_path, monkeypatch) as (runner, loaded):
+@pytest.mark.parametrize(("keep", "sizes"), [(0, SIZES), (100, (1,))])
+def test_prompts_launch_what_was_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int, sizes: tuple[int, ...]
+) -> None:
+    with recorded(tmp_path, monkeypatch, sizes=sizes) as (runner, loaded):
         graphs = runner.graphs
         with hostile_memory(monkeypatch):
-            runner.compile_kernels(null_prompts(MOST, keep), show_progress=False)
+            runner.compile_kernels(null_prompts(MOST, keep, runner.row_limits), show_progress=False)
         assert runner.graphs is graphs
-        assert not any(graphs.graphs.is_captured(size) for size in SIZES)
+        assert not any(graphs.graphs.is_captured(size) for size in sizes)
         compiled = set(loaded)
         assert len({entry for entry, _ in compiled}) > 8
         runner.graphs = None
@@ -149,7 +153,7 @@ def test_prompts_launch_what_was_compiled(tmp_path: Path, monkeypatch: pytest.Mo
             runner.run(StepPlan(0, (prompt,)))
             assert loaded
             assert loaded <= compiled, (prompt.num_rows, loaded - compiled)
-        for size in SIZES:
+        for size in sizes:
             loaded.clear()
             graphs.launch(size)
             assert loaded
@@ -179,10 +183,11 @@ def test_sampler_and_draft_are_noted_before_they_are_captured(tmp_path: Path, mo
         sampler = SampleStep(runner, DeviceChoice(vocab, [], cpu))
         draft = DraftStep(runner, 5, torch.ones(5), DeviceChoice(vocab, [], cpu))
         for step in (sampler, draft):
-            run = step.run
+            run, sizes = step.run, set[int]()
 
-            def spied(size: int, *more: Any, run: Any = run) -> Any:
+            def spied(size: int, *more: Any, run: Any = run, sizes: set[int] = sizes) -> Any:
                 assert nvrtc.is_noting()
+                sizes.add(size)
                 loaded.clear()
                 with hostile_memory(monkeypatch):
                     outputs = run(size, *more)
@@ -197,3 +202,5 @@ def test_sampler_and_draft_are_noted_before_they_are_captured(tmp_path: Path, mo
             step.prepare(show_progress=False)
             assert noted
             assert all(step.graphs.is_captured(size) for size in step.graphs.sizes)
+            assert sizes >= set(step.graphs.sizes)
+        assert max(sizes) == draft.max_requests  # the largest is no graph's

@@ -5,7 +5,7 @@ times powers of two and rounded activations are exact in bf16, so every path mul
 cores, sums in float32 and rounds once.
 
 - few rows: reads the packed weights once, activations in registers and shared memory (``dense_skinny.cu``);
-- tens to hundreds: decodes the weights on the way into ``wgmma`` (``dense_wgmma.cu``);
+- tens to hundreds, and up to 2,048 in some shapes: decodes the weights on the way into ``wgmma`` (``dense_wgmma.cu``);
 - more: FP8 weights are widened into a scratch matrix and multiplied by cuBLAS; with ``is_fast`` they stay FP8 there,
   and cuBLAS multiplies in FP8 (:mod:`deepinfer.kernels.dense.row_scaled`);
 - other devices and the interpreter: Triton.

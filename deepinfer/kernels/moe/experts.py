@@ -117,6 +117,10 @@ class RoutedExperts(abc.ABC):
     def block_of(self, rows: int) -> int:
         """Pairs per block in which the router should order a step of ``rows`` rows; 0 for no order."""
 
+    def row_limits(self) -> tuple[int, ...]:
+        """Numbers of rows up to which one set of kernels serves, where they depend on the number of experts."""
+        return ()
+
     def takes_row_codes(self, rows: int) -> bool:
         """Whether an input of ``rows`` rows may be given as codes with one scale per row alone."""
         del rows

@@ -16,7 +16,7 @@ from deepinfer.kernels.moe.expert_inputs import round_activation
 from deepinfer.kernels.moe.experts import ExpertInput, ExpertOutput, PackedExperts, Precision, RoutedExperts
 from deepinfer.kernels.moe.grouped_fp8 import GroupedFp8Experts
 from deepinfer.kernels.moe.grouped_skinny import GroupedSkinny, Plan, SharedActivation, new_output
-from deepinfer.kernels.moe.grouped_wgmma import GroupedExperts
+from deepinfer.kernels.moe.grouped_wgmma import FEW_PAIRS, GroupedExperts
 from deepinfer.kernels.moe.router import Routing
 
 PLANS: tuple[tuple[int, float, Plan, Plan], ...] = (
@@ -41,6 +41,13 @@ MIN_FP8_PAIRS = 48
 """Fewest pairs per expert for which the FP8 tensor cores are faster, with gather and sum, 384 experts of the released
 size on an H200 (``bench/gpu/check_grouped_fp8.py``): 2.8 against 2.4 ms with 16 pairs, 3.4 against 3.8 with 64, 5.3
 against 6.2 with 128."""
+
+
+def row_limits(num_experts: int, num_selected: int) -> tuple[int, ...]:
+    """Numbers of rows up to which an entry of :data:`PLANS` serves, or a tile or precision of the kernels for many."""
+    pairs = [max(most, most_per_expert * num_experts) for most, most_per_expert, *_ in PLANS]
+    pairs += [FEW_PAIRS * num_experts, MIN_FP8_PAIRS * num_experts - 1]
+    return tuple(sorted({int(most // num_selected) for most in pairs}))
 
 
 def is_usable(gate_up: PackedExperts, down: PackedExperts) -> bool:
@@ -120,6 +127,9 @@ class HopperExperts(RoutedExperts):
         if self.fast is not None and self.uses_fast and pairs >= MIN_FP8_PAIRS * self.num_experts:
             return self.fast
         return self.many
+
+    def row_limits(self) -> tuple[int, ...]:
+        return row_limits(self.num_experts, self.num_selected)
 
     def takes_row_codes(self, rows: int) -> bool:
         return self.plans(rows) is None and self._many(rows) is self.fast

@@ -40,6 +40,11 @@ class Plan:
         sums = 2 * (self.warps // self.split) * (self.split - 1) * 16 * self.pair_tiles * 128
         return self.warps * self.depth * 2 * packing.TILE_BYTES + sums
 
+    @property
+    def barrier_bytes(self) -> int:
+        """Of shared memory that no launch asks for, because the kernel declares it."""
+        return 8 * self.warps * self.depth
+
 
 @dataclass(frozen=True, slots=True)
 class SharedActivation:
@@ -117,7 +122,7 @@ class GroupedSkinny:
         assert x.is_contiguous()
         assert (weights is None) == (self.limit is None)
         plan = self.fit(plan)
-        assert plan.shared_bytes <= nvrtc.MAX_SHARED_BYTES, plan
+        assert plan.shared_bytes + plan.barrier_bytes <= nvrtc.MAX_SHARED_BYTES, plan
         grid = nvrtc.num_multiprocessors(self.packed.device)
         arguments = _Arguments(
             self.packed.data_ptr(), blocks.ordered.data_ptr(), blocks.block_expert.data_ptr(),

@@ -11,7 +11,7 @@ from deepinfer.kernels import nvrtc
 from deepinfer.kernels.dense import linear_triton, packing, plans, skinny_cuda, wgmma_cuda
 from deepinfer.kernels.dense.linear import BESIDE_ROWS, Bf16Linear, Fp8Linear, GroupedFp8Linear, stack_fp8
 from deepinfer.kernels.dense.wgmma_cuda import Tile
-from deepinfer.kernels.moe.experts_hopper import PLANS
+from deepinfer.kernels.moe.experts_hopper import PLANS, row_limits
 from deepinfer.ops import number_formats as nf
 from deepinfer.worker.warm_up import typical_lengths
 from tests.kernels.test_nvrtc import compiler_is_here
@@ -252,9 +252,10 @@ def test_plans_rise_and_fit(name):
     assert limits == sorted(set(limits))
 
 
+@pytest.mark.parametrize(("experts", "selected"), [(384, 6), (256, 6), (256, 8), (128, 8), (128, 3)])
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_start_meets_the_kernels_of_every_number_of_rows(name):
-    """Decoding of 1 to 8 sequences and prompts of typical lengths launch them all: no request waits for a compiler."""
+def test_a_start_meets_the_kernels_of_every_number_of_rows(name, experts, selected):
+    """Decoding of one sequence and prompts of typical lengths launch them all: no request waits for a compiler."""
     n, k, groups = RELEASED[name]
     packed = torch.empty(n // 32, -(-k // 64), 1)
     steps = plans.plan(n, k, groups)
@@ -271,10 +272,11 @@ def test_a_start_meets_the_kernels_of_every_number_of_rows(name):
         return [(step.max_rows, many.tile(rows))]
 
     def is_beside(rows: int) -> bool:  # the routed experts' kernel for few pairs
-        most = max(max(pairs, 384 * per_expert) for pairs, per_expert, *_ in PLANS)
-        return name == "down" and BESIDE_ROWS < rows <= most / 6
+        most = max(max(pairs, experts * per_expert) for pairs, per_expert, *_ in PLANS)
+        return name == "down" and BESIDE_ROWS < rows <= most / selected
 
-    met = {(kernel, is_beside(rows)) for rows in (1, 2, 4, 8, *typical_lengths(8192)) for kernel in kernels(rows)}
+    lengths = (1, *typical_lengths(8192, row_limits(experts, selected)))
+    met = {(kernel, is_beside(rows)) for rows in lengths for kernel in kernels(rows)}
     assert {(kernel, is_beside(rows)) for rows in range(1, 2060) for kernel in kernels(rows)} <= met
 
 

@@ -20,6 +20,7 @@ from deepinfer.kernels.hyper_connection.finish import hc_finish
 from deepinfer.kernels.hyper_connection.launches_cuda import FinishShape, Shape
 from deepinfer.kernels.hyper_connection.parts import Mixes, Update
 from deepinfer.kernels.hyper_connection.write_read import hc_write_read
+from deepinfer.kernels.moe.experts_hopper import PLANS, row_limits
 from deepinfer.ops import number_formats as nf
 from deepinfer.ops.hyper_connection import hc_mixes, hc_read, hc_write
 from deepinfer.ops.norm import rms_norm
@@ -291,9 +292,19 @@ def test_many_rows_occupy_the_multiprocessors_at_every_hidden_size():
             assert 88 <= columns * blocks <= 132
 
 
-def test_a_start_meets_the_shapes_of_every_number_of_rows():
-    """Decoding of a few sequences and prompts of typical lengths: see ``deepinfer.worker.warm_up``."""
+@pytest.mark.parametrize(("experts", "selected"), [(384, 6), (256, 6), (256, 8), (128, 8)])
+def test_a_start_meets_the_shapes_of_every_number_of_rows(experts: int, selected: int):
+    """Decoding of one sequence and prompts of typical lengths: see ``deepinfer.worker.warm_up``."""
+    limits = row_limits(experts, selected)
+    few = max(max(most, most_each * experts) for most, most_each, *_ in PLANS) // selected
+    assert few in limits
+
+    def behind_experts(rows: int) -> object:  # their outputs are added here as long as they have no places of their own
+        return cuda.choose_shape(rows, 5120, *((2, selected) if rows <= few else (1, 1))), rows <= few
+
+    choices = [behind_experts, cuda.choose_finish_shape]
     for kind, parts in ((0, 1), (1, 1), (2, 6), (3, 3), (2, 12)):
-        for choose in (lambda rows, u=(kind, parts): cuda.choose_shape(rows, 5120, *u), cuda.choose_finish_shape):
-            met = {choose(rows) for rows in (1, 2, 4, 8, *typical_lengths(8192))}
-            assert {choose(rows) for rows in range(1, 8193)} <= met, (kind, parts)
+        choices.append(lambda rows, u=(kind, parts): cuda.choose_shape(rows, 5120, *u))
+    for choose in choices:
+        met = {choose(rows) for rows in (1, *typical_lengths(8192, limits))}
+        assert {choose(rows) for rows in range(1, 8193)} <= met
