@@ -76,6 +76,15 @@ class Recorder:
                 return storage.data_ptr()
         raise AssertionError(f"a pointer to no tensor: {address:x}")
 
+    def mark(self) -> int:
+        """A place in what is kept, for :meth:`forget`."""
+        return len(self._kept)
+
+    def forget(self, mark: int) -> None:
+        """Launches so far, and tensors since ``mark``: of steps that are not compared they would fill memory."""
+        self.launches.clear()
+        del self._kept[mark:]
+
     def note(self, name: str, kind: Kind, *tensors: object) -> None:
         """A launch that reads nothing ahead."""
         known = [tensor for tensor in tensors if isinstance(tensor, Tensor)]

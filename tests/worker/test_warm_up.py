@@ -126,6 +126,14 @@ def recorded(
             draft_sizes=(1, 3) if num_drafts else (), max_blocks=24, num_drafts=num_drafts,
         )  # fmt: skip
         loaded.clear()
+        run, mark = runner.run, recorder.mark()
+
+        def run_and_forget(plan: StepPlan) -> Any:
+            result = run(plan)
+            recorder.forget(mark)
+            return result
+
+        monkeypatch.setattr(runner, "run", run_and_forget)
         yield runner, loaded
 
 
