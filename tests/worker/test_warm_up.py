@@ -161,6 +161,12 @@ def test_prompts_launch_what_was_compiled(
             runner.run(StepPlan(0, (prompt,)))
             assert loaded
             assert loaded <= compiled, (prompt.num_rows, loaded - compiled)
+        for count, rows in ((20, 1), (60, 6), (60, 10), (60, 30)):  # verification that no graph is large enough for
+            chunks = [chunk_of(ids, 500, rows, BLOCKS, slot, str(slot)) for slot in range(count)]
+            loaded.clear()
+            runner.run(StepPlan(0, tuple(replace(chunk, is_prefill=False, num_sampled=rows) for chunk in chunks)))
+            assert loaded
+            assert loaded <= compiled, (count, rows, loaded - compiled)
         for size in sizes:
             loaded.clear()
             graphs.launch(size)
