@@ -7,14 +7,17 @@ rows, draft verification and replay after a prefix hit are all chunks of rows wi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PLACEHOLDER_TOKEN = -1
 """Stands for the token that the previous step is still sampling; the worker fills it in on the device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive rows of one sequence in one step."""
+class Chunk(NamedTuple):
+    """Consecutive rows of one sequence in one step.
+
+    A tuple, because every sequence has two new ones in every step: a frozen dataclass takes five times as long to make.
+    """
 
     request_id: str
     start: int
@@ -73,4 +76,4 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        return sum(chunk.num_rows for chunk in self.chunks)
+        return sum([len(chunk.token_ids) for chunk in self.chunks])

@@ -231,17 +231,17 @@ class Engine:
         self._take_ended()
         previous, self._previous = self._previous, None
         try:
-            is_chained = self._chains(plan, verify_rows)
-            if previous is not None and previous.is_chained and not is_chained:
+            owners = self._chained_owners(plan, verify_rows)
+            if previous is not None and previous.is_chained and owners is None:
                 done, previous = previous, None
                 self.commit(done)  # this plan has to know its tokens
             step = self.launch(plan, verify_rows) if plan.chunks else None
-            if step is not None and is_chained:
-                step = self.sample_chained(step)
+            if step is not None and owners is not None:
+                step = self.sample_chained(step, owners)
             if previous is not None:
                 done, previous = previous, None
                 self.commit(done)
-            if step is not None and not is_chained:
+            if step is not None and owners is None:
                 step = self.sample(step)
         except BaseException:
             try:
@@ -287,20 +287,21 @@ class Engine:
         owners = [self._branches.get(chunk.request_id) for chunk in plan.chunks if chunk.num_sampled]
         return [None if owner is None else RowOwner(owner[1].sampling, owner[1].grammar) for owner in owners]
 
-    def _chains(self, plan: StepPlan, verify_rows: int | None) -> bool:
-        """Whether this step can be sampled before the one before it has been read."""
+    def _chained_owners(self, plan: StepPlan, verify_rows: int | None) -> list[RowOwner | None] | None:
+        """:meth:`_owners` if this step can be sampled before the one before it has been read; None if not."""
         if self.config.scheduler.pipeline_depth == 1 or not plan.chunks:
-            return False
-        if any(chunk.is_prefill and chunk.request_id in self._scoring for chunk in plan.chunks):
-            return False
-        return self.worker.can_chain(plan.chunks, self._owners(plan), verify_rows)
+            return None
+        if self._scoring and any(chunk.is_prefill and chunk.request_id in self._scoring for chunk in plan.chunks):
+            return None
+        owners = self._owners(plan)
+        return owners if self.worker.can_chain(plan.chunks, owners, verify_rows) else None
 
-    def sample_chained(self, step: InFlight) -> InFlight:
+    def sample_chained(self, step: InFlight, owners: Items[RowOwner | None]) -> InFlight:
         """Launch sampler and draft of a chained step; what they give is read by :meth:`commit`."""
         if step.launched is None:
             return step
         try:
-            unread = self.worker.sample_unread(step.launched, self._owners(step.plan), self._wants_drafts(step.plan))
+            unread = self.worker.sample_unread(step.launched, owners, self._wants_drafts(step.plan))
             return replace(step, is_chained=True, unread=unread)
         except Exception as error:
             return self._failed(step.plan, error)

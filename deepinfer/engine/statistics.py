@@ -36,11 +36,9 @@ class EngineStatistics:
         if not plan.chunks:
             return
         self.num_steps += 1
-        for chunk in plan.chunks:
-            if chunk.is_prefill:
-                self.num_prefill_tokens += chunk.num_rows
-            else:
-                self.num_decode_tokens += chunk.num_rows
+        num_prefill = sum([len(chunk.token_ids) for chunk in plan.chunks if chunk.is_prefill])
+        self.num_prefill_tokens += num_prefill
+        self.num_decode_tokens += plan.num_rows - num_prefill
         if self._config.logs_statistics and self.num_steps % self._config.logging_interval_steps == 0:
             self._log(scheduler)
 
@@ -51,6 +49,8 @@ class EngineStatistics:
             end: tokens up to the one that ended the output. Drafts behind it were verified against a text that nobody
                 asked for, so confidences are not to be calibrated with them.
         """
+        if not self.speculation.num_slots:
+            return
         if found.num_drafts and self._confidence_log is not None:
             verified = found.num_drafts if end is None else min(found.num_drafts, end)
             self._confidence_log.observe(found.confidence, min(found.num_accepted, verified), verified)

@@ -53,6 +53,9 @@ class SamplingState:
         """(token, position): the token cannot be sampled at a position below."""
         self.early_until = max((until for _token, until in self.early_bans), default=0)
         self.counts = counts_for(params, vocab_size, prompt_ids)
+        self.is_plain = _is_plain(params)
+        """Whether :class:`~deepinfer.sampling.row_parameters.RowParameters` say all that is asked of its tokens, but
+        for ``early_bans``."""
         self.output_ids: list[int] = []
         self.append(output_ids)
 
@@ -68,11 +71,12 @@ class SamplingState:
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Commit generated tokens."""
+        counts = self.counts
         for token_id in token_ids:
             assert 0 <= token_id < self.vocab_size, f"{token_id=} is not in [0, {self.vocab_size})"
             self.output_ids.append(token_id)
-            if self.counts is not None:
-                self.counts.add(token_id)
+            if counts is not None:
+                counts.add(token_id)
 
     def rollback(self, num_output: int) -> None:
         """Keep the first ``num_output`` generated tokens only."""
@@ -107,6 +111,16 @@ class SamplingState:
         for token_id in set(self.output_ids) | {token for token, count in kept.items() if count}:
             expected = self.output_ids.count(token_id)
             assert kept.get(token_id) == expected, f"{token_id=} occurs {expected} times, counted {kept.get(token_id)}"
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return (
+        not params.wants_logprobs
+        and not params.uses_penalties
+        and params.allowed_token_ids is None
+        and not params.logit_bias
+        and not params.golden_token_ids
+    )
 
 
 def _early_bans(params: SamplingParams, eos_id: int, num_prompt: int) -> tuple[tuple[int, int], ...]:

@@ -20,7 +20,9 @@ def decode_rows(config: SchedulerConfig, sequence: Sequence) -> int:
     being sampled count as few as they can be for the first limit, and as many for the second, whose rows need memory.
     """
     num_drafts = config.num_speculative_tokens
-    if num_drafts and sequence.max_tokens is not None:
+    if not num_drafts:
+        return 1
+    if sequence.max_tokens is not None:
         num_drafts = min(num_drafts, sequence.max_tokens - sequence.num_output - min(1, sequence.num_pending) - 1)
     if num_drafts and sequence.max_model_len is not None:
         num_drafts = min(num_drafts, sequence.max_model_len - sequence.num_scheduled - 1)

@@ -25,6 +25,7 @@ def build_chunk(sequence: Sequence, num_rows: int, step_id: int, history_len: in
         # The worker fills placeholders from the step just before; any older token has been committed by now.
         is_fresh = sequence.num_pending == 0 or sequence.last_step == step_id - 1
         assert is_fresh, f"{sequence.request_id}: placeholder of step {sequence.last_step} in step {step_id}"
+    prefix = sequence.prefix
     chunk = Chunk(
         request_id=sequence.request_id,
         start=start,
@@ -34,9 +35,9 @@ def build_chunk(sequence: Sequence, num_rows: int, step_id: int, history_len: in
         state_slot=sequence.state_slot,
         num_sampled=num_sampled,
         is_prefill=is_prefill,
-        window_floor=sequence.prefix.window_floor,
-        entry_floor=sequence.prefix.entry_floor,
-        decoder_floor=sequence.prefix.decoder_floor,
+        window_floor=prefix.window_floor,
+        entry_floor=prefix.entry_floor,
+        decoder_floor=prefix.decoder_floor,
     )
     sequence.num_in_flight += num_rows
     sequence.num_pending += num_sampled
@@ -49,15 +50,13 @@ def commit_chunk(sequence: Sequence, chunk: Chunk, new_tokens: Mapping[str, Item
 
     Of rows that are sampled, as many count as gave a token: a rejected draft is not computed.
     """
-    tokens: Items[int] = ()
-    if chunk.num_sampled:
+    num_rows, num_sampled, count = len(chunk.token_ids), chunk.num_sampled, 0
+    if num_sampled:
         tokens = new_tokens.get(chunk.request_id, ())
         count = len(tokens)
-        assert 1 <= count <= chunk.num_sampled, (
-            f"{chunk.request_id}: {count} tokens for {chunk.num_sampled} sampled rows"
-        )
-    sequence.append_tokens(tokens)
-    sequence.num_in_flight -= chunk.num_rows
-    sequence.num_pending -= chunk.num_sampled
-    sequence.num_computed += chunk.num_rows - chunk.num_sampled + len(tokens)
-    return bool(tokens)
+        assert 1 <= count <= num_sampled, f"{chunk.request_id}: {count} tokens for {num_sampled} sampled rows"
+        sequence.append_tokens(tokens)
+    sequence.num_in_flight -= num_rows
+    sequence.num_pending -= num_sampled
+    sequence.num_computed += num_rows - num_sampled + count
+    return count > 0

@@ -146,7 +146,7 @@ class Scheduler:
         record = self._uncommitted.popleft()
         assert record.plan is plan, f"step {plan.step_id} committed before step {record.plan.step_id}"
         grown = []
-        computed_before = {sequence: sequence.num_computed for sequence, _epoch in record.owners}
+        computed_before = {save.sequence: save.sequence.num_computed for save in record.saves}
         for chunk, (sequence, epoch) in zip(plan.chunks, record.owners, strict=True):
             if sequence.epoch != epoch:
                 continue
@@ -224,11 +224,12 @@ class Scheduler:
                 break
             start = sequence.num_scheduled
             if sequence.status is Status.RUNNING and self._take_blocks(sequence, start + 1, step):
-                # Drafts take memory only where there is plenty: they never cost another sequence its own.
-                spare = max(0, self._memory.pool.num_free - len(decoding))
-                if self._memory.missing_blocks(sequence, start + rows) > spare:
-                    rows = min(rows, self._memory.rows_in_table(sequence, start))
-                self._memory.grow(sequence, start + rows)
+                if rows > 1:
+                    # Drafts take memory only where there is plenty: they never cost another sequence its own.
+                    spare = max(0, self._memory.pool.num_free - len(decoding))
+                    if self._memory.missing_blocks(sequence, start + rows) > spare:
+                        rows = min(rows, self._memory.rows_in_table(sequence, start))
+                    self._memory.grow(sequence, start + rows)
                 step.add(sequence, rows)
 
     def _select_prefills(self, step: StepDraft, prefilling: list[Sequence], share: int) -> None:
@@ -320,6 +321,8 @@ class Scheduler:
         before it, or nobody else runs and the pool is too small, in which case the sequence is ended.
         """
         missing = self._memory.missing_blocks(sequence, end)
+        if missing <= 0:
+            return True
         while missing > self._memory.pool.num_free:
             coming = self._memory.num_coming + blocks_ending_soon(self._running, sequence)
             if missing <= self._memory.pool.num_free + coming:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from deepinfer.errors import RequestError
@@ -134,9 +134,10 @@ class Sequence:
         Rows in flight give one token at least, which counts for ``max_tokens``, and one each at most, which counts for
         ``max_model_len``: beyond it there is no place for a row.
         """
-        if self.max_tokens is not None and self.num_output + min(1, self.num_pending) >= self.max_tokens:
+        known, pending = len(self.token_ids), self.num_pending
+        if self.max_tokens is not None and known - len(self.prompt_ids) + (pending > 0) >= self.max_tokens:
             return True
-        return self.max_model_len is not None and len(self.token_ids) + self.num_pending > self.max_model_len
+        return self.max_model_len is not None and known + pending > self.max_model_len
 
     def table(self) -> tuple[int, ...]:
         """The block table as a tuple, rebuilt only after it changed length."""
@@ -144,11 +145,10 @@ class Sequence:
             self._table = tuple(self.block_table)
         return self._table
 
-    def append_tokens(self, tokens: Iterable[int]) -> None:
+    def append_tokens(self, tokens: Items[int]) -> None:
         """Add sampled tokens. Only the scheduler calls this, at commit."""
-        for token in tokens:
-            assert token >= 0, f"{self.request_id}: sampled token {token} is no token id"
-            self.token_ids.append(token)
+        assert not tokens or min(tokens) >= 0, f"{self.request_id}: sampled tokens {tokens} are no token ids"
+        self.token_ids += tokens
 
     def drop_memory(self) -> tuple[list[int], int]:
         """Forget what was computed. Returns blocks and slot, which the caller has to return to their pools."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.layers.fused.device_rows import Column
+from deepinfer.layers.fused.device_rows import NUM_COLUMNS, Column
 from deepinfer.sampling.transfer import copy_into
 from deepinfer.worker.device_step import HostTable
 from deepinfer.worker.graph_set import GraphPool, GraphSet
@@ -33,7 +33,7 @@ class DecodeGraphs:
     def __init__(self, runner: FusedRunner, sizes: Sequence[int], max_blocks: int, pool: GraphPool) -> None:
         self._runner = runner
         largest, device = max(sizes), runner.device
-        self._cells = torch.zeros(len(Column) * largest, dtype=torch.int32, device=device)
+        self._cells = torch.zeros(NUM_COLUMNS * largest, dtype=torch.int32, device=device)
         self._tables = torch.zeros(largest, max_blocks, dtype=torch.int32, device=device)
         self._last_tables = np.zeros((0, 0), np.int32)
         """Of the step before. A table stays the same for 128 steps, so few mostly do and hundreds hardly ever."""
@@ -62,7 +62,7 @@ class DecodeGraphs:
 
     def _fill(self, host: HostTable, ngrams: Tensor | None, size: int) -> None:
         count = host.num_rows
-        table = np.zeros((len(Column), size), np.int32)
+        table = np.zeros((NUM_COLUMNS, size), np.int32)
         table[Column.POSITION] = -1
         table[:, :count] = host.table
         copy_into(self._table(size), table)
@@ -75,7 +75,7 @@ class DecodeGraphs:
 
     def _table(self, size: int) -> Tensor:
         """The table ``[len(Column), size]`` of a graph, contiguous. Those of all sizes begin at the same place."""
-        return self._cells[: len(Column) * size].view(len(Column), size)
+        return self._cells[: NUM_COLUMNS * size].view(NUM_COLUMNS, size)
 
     def _clear(self, size: int) -> None:
         self._table(size).zero_()[Column.POSITION] = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -22,12 +23,22 @@ class HostTable:
     """``[len(Column), rows]``"""
     block_tables: np.ndarray
     """``[sequences, blocks]``"""
-    spans: tuple[ChunkSpan, ...]
-    """Of the chunks. The last position of a chunk with open rows is an upper bound."""
+    begins: np.ndarray
+    """``[sequences]`` first row of each chunk, whose rows follow each other."""
 
     @property
     def num_rows(self) -> int:
         return self.table.shape[1]
+
+    @property
+    def spans(self) -> tuple[ChunkSpan, ...]:
+        """Of the chunks. The last position of a chunk with open rows is an upper bound."""
+        ends = np.append(self.begins[1:], self.num_rows)
+        last = self.table[Column.END, self.begins] - 1
+        # Where the host only guesses, it guesses too low: the blocks of the table are a bound.
+        is_open = self.table[Column.TOKEN, self.begins] < 0
+        last = np.where(is_open, self.block_tables.shape[1] * BLOCK_TOKENS - 1, last)
+        return tuple(ChunkSpan(*map(int, span)) for span in zip(self.begins, ends, last, strict=True))
 
 
 def host_table(rows: RaggedRows, ids: np.ndarray, block_tables: np.ndarray) -> HostTable:
@@ -49,11 +60,40 @@ def host_table(rows: RaggedRows, ids: np.ndarray, block_tables: np.ndarray) -> H
             Column.SEQUENCE: sequence,
         }
     )
-    last = rows.starts + rows.counts - 1
-    # Where the host only guesses, it guesses too low: the blocks of the table are a bound.
-    last = np.where(ids[rows.begins] < 0, block_tables.shape[1] * BLOCK_TOKENS - 1, last)
-    spans = tuple(ChunkSpan(*map(int, span)) for span in zip(rows.begins, rows.ends, last, strict=True))
-    return HostTable(table, block_tables.astype(np.int32), spans)
+    return HostTable(table, block_tables.astype(np.int32, copy=False), rows.begins)
+
+
+class SlotTables:
+    """Block tables as the last steps had them, so that a step only writes those that grew.
+
+    A sequence keeps its state slot, and its table stays the same tuple until it gets another block.
+
+    Args:
+        num_slots: state slots.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._known: list[tuple[int, ...]] = [()] * num_slots
+        self._rows = np.zeros((num_slots, 1), np.int32)
+
+    def of(self, chunks: Sequence[Chunk]) -> np.ndarray:
+        """What :func:`padded_block_tables` gives, of chunks with state slots of their own."""
+        known, longest = self._known, 0
+        for chunk in chunks:
+            table = chunk.block_table
+            longest = max(longest, len(table))
+            if known[chunk.state_slot] is not table:
+                self._write(chunk.state_slot, table)
+        return self._rows[[chunk.state_slot for chunk in chunks], :longest]
+
+    def _write(self, slot: int, table: tuple[int, ...]) -> None:
+        width = self._rows.shape[1]
+        if len(table) > width:
+            self._rows = np.pad(self._rows, ((0, 0), (0, max(len(table), 2 * width) - width)))
+        row = self._rows[slot]
+        row[: len(table)] = table
+        row[len(table) :] = 0
+        self._known[slot] = table
 
 
 def padded_block_tables(chunks: Sequence[Chunk], width: int | None = None) -> np.ndarray:
@@ -71,7 +111,7 @@ def padded_block_tables(chunks: Sequence[Chunk], width: int | None = None) -> np
 
 def token_ids(chunks: Sequence[Chunk], num_rows: int) -> np.ndarray:
     """``[rows]`` int64; -1 where only the device knows."""
-    return np.fromiter((token for chunk in chunks for token in chunk.token_ids), np.int64, num_rows)
+    return np.fromiter(chain.from_iterable([chunk.token_ids for chunk in chunks]), np.int64, num_rows)
 
 
 def ngram_ids(chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray, size: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from deepinfer.ops.step_views import ChunkSpan
 from deepinfer.sampling.transfer import kept_on_device
 from deepinfer.worker.decode_graphs import DecodeGraphs
 from deepinfer.worker.decoder_rows import kept_rows, narrows_decoder
-from deepinfer.worker.device_step import host_table, ngram_ids, padded_block_tables, token_ids
+from deepinfer.worker.device_step import SlotTables, host_table, ngram_ids, token_ids
 from deepinfer.worker.device_tokens import DeviceTokens
 from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.model_runner import ModelRunner, StepResult
@@ -57,6 +57,7 @@ class FusedRunner(ModelRunner):
         ratios = tuple(sorted({plan.ratio for plan in config.layers} - {0}))
         self.expander = RowExpander(geometry, ratios, self.plain_frequencies, self.compressed_frequencies)
         self.ngram_size = config.engram_max_ngram_size if config.engram_layer_ids else 0
+        self._tables = SlotTables(geometry.num_slots)
         self.device_tokens = DeviceTokens(geometry.num_slots, self.ngram_size, num_drafts, device)
         self.graph_sizes, self.draft_sizes = tuple(graph_sizes), tuple(draft_sizes)
         self.row_limits = row_limits(model.layers)
@@ -73,16 +74,14 @@ class FusedRunner(ModelRunner):
         with self.timer.phase("batch"):
             ragged = RaggedRows.of_chunks(chunks)
             ids = token_ids(chunks, ragged.total)
-            host = host_table(ragged, ids, padded_block_tables(chunks))
+            host = host_table(ragged, ids, self._tables.of(chunks))
             # Where the device knows all ids it looks at none of the host's.
             ngrams = self._ngrams(chunks, ragged, ids) if (ids >= 0).any() else None
         self.checkpoints.restore(plan.restores)
         with self.timer.phase("forward"):
             is_cut = narrows_decoder(chunks, self.caches.geometry.window)
-            is_short = all(fits_spare_room(chunk.num_rows, self.caches.geometry) for chunk in chunks)
-            samples = np.concatenate(
-                [np.arange(end - chunk.num_sampled, end) for chunk, end in zip(chunks, ragged.ends, strict=True)]
-            )
+            is_short = fits_spare_room(int(ragged.counts.max()), self.caches.geometry)
+            samples = ragged.last_rows([chunk.num_sampled for chunk in chunks])
             found, graph_size = None, None
             if self.graphs is not None and is_short and not is_cut:
                 found = self.graphs.replay(host, ngrams)

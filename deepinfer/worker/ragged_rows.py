@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,12 +35,19 @@ class RaggedRows:
     def of_chunks(cls, chunks: Sequence[Chunk]) -> RaggedRows:
         """All rows of a step."""
         return cls(
-            starts=_ints(chunk.start for chunk in chunks),
-            counts=_ints(chunk.num_rows for chunk in chunks),
-            slots=_ints(chunk.state_slot for chunk in chunks),
-            floors=_ints(chunk.window_floor for chunk in chunks),
-            entry_floors=_ints(chunk.entry_floor for chunk in chunks),
+            *np.array(
+                [
+                    (chunk.start, len(chunk.token_ids), chunk.state_slot, chunk.window_floor, chunk.entry_floor)
+                    for chunk in chunks
+                ],
+                dtype=np.int64,
+            ).T
         )
+
+    def last_rows(self, numbers: Sequence[int]) -> Ints:
+        """The last so many rows of each sequence, in order."""
+        first = self.counts - np.asarray(numbers, dtype=np.int64)
+        return np.flatnonzero(self.offset >= first[self.sequence])
 
     def earlier_slots(self, num_previous: Ints, ring: int) -> tuple[Ints, Ints]:
         """Flat ring slots of the ``num_previous`` positions before each chunk, and where each sequence's run begins."""
@@ -59,7 +66,3 @@ class RaggedRows:
         is_late = self.offset >= self.counts[self.sequence] - ring
         rows = np.flatnonzero(is_late & (self.positions >= self.floors[self.sequence]))
         return rows, self.slots[self.sequence[rows]] * ring + self.positions[rows] % ring
-
-
-def _ints(values: Iterable[int]) -> Ints:
-    return np.fromiter(values, np.int64)

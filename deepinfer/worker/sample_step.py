@@ -83,10 +83,11 @@ class SampleStep:
         """Whether a graph can sample these rows: what their requests ask for is in :class:`RowParameters`."""
         if sampling.step.result.graph_size is None or not sampling.has_every_row:
             return False
-        return all(
-            owner.grammar is None and _is_plain(owner.sampling, first)
-            for owner, first in zip(sampling.owners, sampling.firsts, strict=True)
-        )
+        for owner, first in zip(sampling.owners, sampling.firsts, strict=True):
+            state = owner.sampling
+            if owner.grammar is not None or not state.is_plain or first + 1 < state.early_until:
+                return False
+        return True
 
     def sample(self, sampling: Sampling) -> tuple[Verified, SampledRows] | None:
         """Choose tokens, and record on the device where every sequence stands. Nobody waits.
@@ -113,16 +114,14 @@ class SampleStep:
 
     def _fill(self, sampling: Sampling, size: int) -> None:
         table = np.zeros((2, self._most_requests(size)), np.int64)
-        table[:, : len(sampling.chunks)] = [chunk.num_sampled for chunk in sampling.chunks], sampling.slots
+        table[:, : len(sampling.chunks)] = sampling.num_sampled, sampling.slots
         filled = size, table.tobytes()
         if filled != self._filled:
             copy_into(self._table(size), table)
             self._filled = filled
-        owners = [
-            owner.sampling
-            for chunk, owner in zip(sampling.chunks, sampling.owners, strict=True)
-            for _ in range(chunk.num_sampled)
-        ]
+        owners = [owner.sampling for owner in sampling.owners]
+        if sampling.num_rows > len(owners):  # drafts
+            owners = [state for state, count in zip(owners, sampling.num_sampled, strict=True) for _ in range(count)]
         self._set_members(owners)
 
     def _set_members(self, owners: Sequence[SamplingState]) -> None:
@@ -164,15 +163,3 @@ class SampleStep:
         )  # fmt: skip
         emitted = found.token_ids, found.num_accepted, found.is_bad, found.acceptance, found.first_row
         return Outputs(*emitted, chosen, is_bad, positions, firsts, drafts)
-
-
-def _is_plain(state: SamplingState, first: int) -> bool:
-    params = state.params
-    return (
-        not params.wants_logprobs
-        and not params.uses_penalties
-        and params.allowed_token_ids is None
-        and not params.logit_bias
-        and not params.golden_token_ids
-        and first + 1 >= state.early_until
-    )

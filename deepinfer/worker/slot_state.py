@@ -9,7 +9,6 @@ left open, with a guess of where it starts, and the device completes it (:mod:`d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -49,7 +48,11 @@ class SlotState:
         """The chunks as they really run, with so many rows. Prefill chunks pass unchanged."""
         slots = [chunk.state_slot for chunk in chunks]
         unread, stands = self.num_unread[slots].tolist(), self.next_position[slots].tolist()
-        newest, drafts, history = self.newest[slots].tolist(), self.drafts[slots].tolist(), self.history[slots].tolist()
+        newest, drafts, history = list[int](), list[list[int]](), list[list[int]]()
+        if not all(unread):
+            newest, drafts = self.newest[slots].tolist(), self.drafts[slots].tolist()
+            history = self.history[slots].tolist()
+        placeholders = (PLACEHOLDER_TOKEN,) * max(counts)
         resolved = []
         for place, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
             if chunk.is_prefill:
@@ -59,7 +62,7 @@ class SlotState:
             elif unread[place]:
                 # Each step gives one token at least, so this is where the sequence stands or a little before.
                 guess = stands[place] + unread[place]
-                resolved.append(_at(chunk, guess, (PLACEHOLDER_TOKEN,) * count, ()))
+                resolved.append(_at(chunk, guess, placeholders[:count], ()))
             else:
                 known = chunk.token_ids[0]
                 assert known in (PLACEHOLDER_TOKEN, newest[place]), (
@@ -161,4 +164,17 @@ class SlotState:
 
 def _at(chunk: Chunk, start: int, token_ids: tuple[int, ...], history: tuple[int, ...]) -> Chunk:
     """A decoding chunk elsewhere, all of its rows sampled."""
-    return replace(chunk, start=start, token_ids=token_ids, history=history, num_sampled=len(token_ids))
+    # Not ``_replace``, which takes twice as long: every sequence comes through here in every step.
+    return Chunk(
+        chunk.request_id,
+        start,
+        token_ids,
+        history,
+        chunk.block_table,
+        chunk.state_slot,
+        len(token_ids),
+        chunk.is_prefill,
+        chunk.window_floor,
+        chunk.entry_floor,
+        chunk.decoder_floor,
+    )

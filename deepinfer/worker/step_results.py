@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepinfer.messages import StepPlan
 from deepinfer.sampling.sampler import SamplerOutput
@@ -21,8 +22,7 @@ class Launched:
     forward_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RowOwner:
+class RowOwner(NamedTuple):
     """The sequence that a chunk samples for."""
 
     sampling: SamplingState
@@ -30,8 +30,7 @@ class RowOwner:
     """State after all committed tokens; left as it was found."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceTokens:
+class SequenceTokens(NamedTuple):
     """What one sequence got out of a step."""
 
     token_ids: list[int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
@@ -34,6 +35,12 @@ class Sampling:
     """``[chunks]`` int64, samples of each."""
     has_every_row: bool
     """``rows`` are all rows of the step, in order."""
+    slots: list[int]
+    """State slots."""
+    num_sampled: list[int]
+    """Samples of each chunk."""
+    firsts: list[int]
+    """Position of each first sampled row; where the host guessed, it may be too early."""
 
     @classmethod
     def of(cls, step: Launched, states: Sequence[RowOwner | None]) -> Sampling | None:
@@ -42,40 +49,33 @@ class Sampling:
         Args:
             states: owners, one per chunk that samples, in plan order; None where that has ended.
         """
-        chunks: list[Chunk] = []
-        owners: list[RowOwner] = []
-        places: list[int] = []
-        end = 0
-        sampling = [chunk for chunk in step.plan.chunks if chunk.num_sampled]
-        for chunk, owner in zip(sampling, states, strict=True):
-            begin, end = end, end + chunk.num_sampled
-            if owner is not None:
-                chunks.append(chunk)
-                owners.append(owner)
-                places += range(begin, end)
-        if not chunks:
+        chunks = [chunk for chunk in step.plan.chunks if chunk.num_sampled]
+        owners = [owner for owner in states if owner is not None]
+        if not owners:
             return None
-        rows = step.result.sample_rows
-        if len(places) < end:
-            rows = rows[kept_on_device(np.asarray(places, dtype=np.int64), rows.device)]
-        counts = np.array([chunk.num_sampled for chunk in chunks], dtype=np.int64)
-        has_every_row = step.result.samples_every_row and len(places) == end
-        return cls(step, tuple(chunks), tuple(owners), rows, kept_on_device(counts, rows.device), has_every_row)
+        rows, has_every_row = step.result.sample_rows, step.result.samples_every_row
+        if len(owners) < len(states):
+            alive = [owner is not None for owner in states]
+            places = np.flatnonzero(np.repeat(alive, [chunk.num_sampled for chunk in chunks]))
+            rows, has_every_row = rows[kept_on_device(places, rows.device)], False
+            chunks = list(compress(chunks, alive))
+        num_sampled = [chunk.num_sampled for chunk in chunks]
+        return cls(
+            step=step,
+            chunks=tuple(chunks),
+            owners=tuple(owners),
+            rows=rows,
+            counts=kept_on_device(np.array(num_sampled, dtype=np.int64), rows.device),
+            has_every_row=has_every_row,
+            slots=[chunk.state_slot for chunk in chunks],
+            num_sampled=num_sampled,
+            firsts=[chunk.end - chunk.num_sampled for chunk in chunks],
+        )
 
     @property
     def num_rows(self) -> int:
         """Samples of all chunks."""
-        return sum(chunk.num_sampled for chunk in self.chunks)
-
-    @property
-    def slots(self) -> list[int]:
-        """State slots."""
-        return [chunk.state_slot for chunk in self.chunks]
-
-    @property
-    def firsts(self) -> list[int]:
-        """Position of each first sampled row; where the host guessed, it may be too early."""
-        return [chunk.end - chunk.num_sampled for chunk in self.chunks]
+        return sum(self.num_sampled)
 
 
 class StepVerifier:

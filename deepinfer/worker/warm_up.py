@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from deepinfer.layers.caches import BLOCK_TOKENS
 from deepinfer.messages import Chunk
@@ -43,5 +42,5 @@ def null_prompts(max_rows: int, decoder_keep: int, limits: Sequence[int] = ()) -
     """Prompts of :func:`typical_lengths`, and the first part of one that is longer than a step."""
     prompts = [null_prompt(num_rows, decoder_keep) for num_rows in typical_lengths(max_rows, limits)]
     if decoder_keep:
-        prompts.append(replace(prompts[-1], num_sampled=0, decoder_floor=2 * max_rows))
+        prompts.append(prompts[-1]._replace(num_sampled=0, decoder_floor=2 * max_rows))
     return prompts

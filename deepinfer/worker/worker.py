@@ -107,6 +107,8 @@ class Worker:
 
     def _divide(self, chunks: Sequence[Chunk], verify_rows: int | None) -> list[int]:
         """Rows of every chunk. A limited number goes to the drafts that are most likely to be accepted."""
+        if not self.slots.drafts.shape[1]:
+            return [len(chunk.token_ids) for chunk in chunks]
         drafts = self.slots.drafts_for(chunks)
         rows = [chunk.num_rows if chunk.is_prefill else 1 + count for chunk, count in zip(chunks, drafts, strict=True)]
         decoding = [place for place, chunk in enumerate(chunks) if not chunk.is_prefill]

@@ -88,7 +88,7 @@ class Chain:
         for back in range(self.size):
             assert back >= chunk.num_rows or int(ngrams[begin + chunk.num_rows - 1, back]) == found[-1 - back]
         history = [token for token in ngrams[begin, 1:].tolist() if token >= 0]
-        return replace(chunk, start=start, token_ids=tuple(found), history=tuple(reversed(history)))
+        return chunk._replace(start=start, token_ids=tuple(found), history=tuple(reversed(history)))
 
 
 class Following(Drafter):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -39,8 +37,7 @@ def run_pieces(
         end = start + size
         is_compact = engine.runner._builder.is_compact
         sampled = min(size, max(0, end - decoder_floor)) if is_compact else size
-        chunk = replace(
-            chunk,
+        chunk = chunk._replace(
             window_floor=window_floor,
             entry_floor=entry_floor,
             decoder_floor=decoder_floor,

@@ -117,7 +117,6 @@ def test_generation_goes_on_behind_a_truncated_prompt(engines, oracles):
 
 def test_truncated_and_whole_sequences_share_a_step(engines):
     """A chunk that keeps nothing, one that keeps its tail, and a decode row in one batch give what they give alone."""
-    from dataclasses import replace
 
     from deepinfer.messages import StepPlan
     from tests.engine.support import chunk_of
@@ -128,8 +127,8 @@ def test_truncated_and_whole_sequences_share_a_step(engines):
     single = run_pieces(engine, three, [59, 1], blocks=(6,), slot=2)[-1:]
     run_pieces(engine, three[:59], [59], blocks=(6,), slot=2)
     chunks = (
-        replace(chunk_of(one, 0, 20, (3,), 3, name="one"), decoder_floor=36, num_sampled=0),
-        replace(chunk_of(two, 0, 60, (4,), 1, name="two"), decoder_floor=36, num_sampled=24),
+        chunk_of(one, 0, 20, (3,), 3, name="one")._replace(decoder_floor=36, num_sampled=0),
+        chunk_of(two, 0, 60, (4,), 1, name="two")._replace(decoder_floor=36, num_sampled=24),
         chunk_of(three, 59, 1, (6,), 2, name="three"),
     )
     together = engine.runner.run(StepPlan(0, chunks)).sample_logits()

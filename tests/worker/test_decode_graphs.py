@@ -80,7 +80,7 @@ def test_every_replay_sees_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> No
         for row, name in enumerate(names):
             tables[row, : len(blocks[name])] = blocks[name]
         table = np.arange(len(Column) * rows, dtype=np.int32).reshape(len(Column), rows) + 100 * number
-        replayed = graphs.replay(HostTable(table, tables, ()), None)
+        replayed = graphs.replay(HostTable(table, tables, np.arange(rows)), None)
         assert replayed is not None
         found, size = replayed
         assert size == min(size for size in (1, 2, 4) if size >= rows)
@@ -92,7 +92,7 @@ def test_every_replay_sees_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_whole_steps_are_known() -> None:
     def sampling(samples_every_row: bool, owners: list[Any]) -> Sampling:
-        chunks = tuple(SimpleNamespace(num_sampled=count) for count in (1, 2))
+        chunks = tuple(chunk_of([5, 6], 0, count, (1,), slot) for slot, count in ((1, 1), (2, 2)))
         result = SimpleNamespace(sample_rows=torch.arange(3), samples_every_row=samples_every_row)
         found = Sampling.of(SimpleNamespace(plan=SimpleNamespace(chunks=chunks), result=result), owners)  # type: ignore[arg-type]
         assert found is not None

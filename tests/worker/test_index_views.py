@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,13 @@ def test_no_row_sees_more_entries_than_the_indexer_has_room_for(tmp_path: Path) 
     runner.device_tokens.drafts = torch.zeros(runner.caches.geometry.num_slots, 5, dtype=torch.int64)
     runner.device_tokens.next_position[slot] = guess + accepted
     ids = random_ids(60)
-    opened = replace(
-        chunk_of(ids, 0, 6, (1,), slot, "open"),
+    opened = chunk_of(ids, 0, 6, (1,), slot, "open")._replace(
         start=guess,
         token_ids=(PLACEHOLDER_TOKEN,) * 6,
         history=(),
         is_prefill=False,
     )
-    prompt = replace(chunk_of(ids, 0, 40, (2,), 3, "prompt"), num_sampled=1, decoder_floor=16)
+    prompt = chunk_of(ids, 0, 40, (2,), 3, "prompt")._replace(num_sampled=1, decoder_floor=16)
     runner.run(StepPlan(0, (opened, prompt)))
     (step,) = steps
     rows = step.cut.rows
@@ -73,7 +71,7 @@ def test_a_prompt_is_scored_as_a_chunk(tmp_path: Path) -> None:
         return torch.zeros(step.rows.num_rows, 4, 8), torch.zeros(step.rows.num_rows, 4)
 
     runner.fused.forward = forward
-    prompt = replace(chunk_of(random_ids(60), 0, 40, (2,), 3, "prompt"), num_sampled=1)
+    prompt = chunk_of(random_ids(60), 0, 40, (2,), 3, "prompt")._replace(num_sampled=1)
     runner.run(StepPlan(0, (prompt,)))
     for ratio, stream in steps[0].rows.streams.items():
         view = _view(steps[0].rows, stream)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def _steps() -> dict[str, tuple[Chunk, ...]]:
 
     def decoding(count: int) -> tuple[Chunk, ...]:
         chunks = (chunk_of(ids, 500, 1, BLOCKS, slot, str(slot)) for slot in range(count))
-        return tuple(replace(chunk, is_prefill=False, num_sampled=1) for chunk in chunks)
+        return tuple(chunk._replace(is_prefill=False, num_sampled=1) for chunk in chunks)
 
     def prompt(start: int, count: int) -> Chunk:
         return chunk_of(ids, start, count, BLOCKS, 3, "p")
@@ -50,8 +49,8 @@ def _steps() -> dict[str, tuple[Chunk, ...]]:
     steps |= {f"prefill {count}": (prompt(0, count),) for count in (12, 65, 129, 300, 520, 700)}
     steps["mixed"] = (prompt(600, 40), *decoding(2))
     for count in (100, 700):
-        steps[f"cut {count}"] = (replace(prompt(0, count), num_sampled=1, decoder_floor=count - 30),)
-        steps[f"nothing kept of {count}"] = (replace(prompt(0, count), num_sampled=0, decoder_floor=count + 50),)
+        steps[f"cut {count}"] = (prompt(0, count)._replace(num_sampled=1, decoder_floor=count - 30),)
+        steps[f"nothing kept of {count}"] = (prompt(0, count)._replace(num_sampled=0, decoder_floor=count + 50),)
     return steps
 
 

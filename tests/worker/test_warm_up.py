@@ -7,7 +7,6 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +151,10 @@ def test_prompts_launch_what_was_compiled(
         runner.graphs = None
         ids = random_ids(2600)
         prompts = [
-            replace(chunk_of(ids, 0, count, BLOCKS, 3, "p"), num_sampled=1, decoder_floor=keep and max(0, count - keep))
+            chunk_of(ids, 0, count, BLOCKS, 3, "p")._replace(num_sampled=1, decoder_floor=keep and max(0, count - keep))
             for count in LENGTHS
         ]
-        prompts.append(replace(chunk_of(ids, 0, MOST, BLOCKS, 3, "p"), num_sampled=0, decoder_floor=keep and 4000))
+        prompts.append(chunk_of(ids, 0, MOST, BLOCKS, 3, "p")._replace(num_sampled=0, decoder_floor=keep and 4000))
         for prompt in prompts:
             loaded.clear()
             runner.run(StepPlan(0, (prompt,)))
@@ -164,7 +163,7 @@ def test_prompts_launch_what_was_compiled(
         for count, rows in ((20, 1), (60, 6), (60, 10), (60, 30)):  # verification that no graph is large enough for
             chunks = [chunk_of(ids, 500, rows, BLOCKS, slot, str(slot)) for slot in range(count)]
             loaded.clear()
-            runner.run(StepPlan(0, tuple(replace(chunk, is_prefill=False, num_sampled=rows) for chunk in chunks)))
+            runner.run(StepPlan(0, tuple(chunk._replace(is_prefill=False, num_sampled=rows) for chunk in chunks)))
             assert loaded
             assert loaded <= compiled, (count, rows, loaded - compiled)
         for size in sizes:

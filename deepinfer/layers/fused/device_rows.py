@@ -43,6 +43,10 @@ class Column(IntEnum):
     """Row of the block tables."""
 
 
+NUM_COLUMNS = len(Column)
+"""An enumeration counts its members anew whenever it is asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceStream:
     """One compress ratio."""
@@ -101,8 +105,11 @@ def fits_spare_room(num_rows: int, geometry: CacheGeometry) -> bool:
 
 
 def row_table(columns: dict[Column, np.ndarray]) -> np.ndarray:
-    """The host's part ``[len(Column), rows]`` int32 from one array per column."""
-    return np.stack([columns[column] for column in Column]).astype(np.int32)
+    """The host's part ``[len(Column), rows]`` int32 from one array for each column."""
+    table = np.empty((NUM_COLUMNS, len(columns[Column.TOKEN])), np.int32)
+    for column, values in columns.items():
+        table[column] = values
+    return table
 
 
 @dataclass(frozen=True, slots=True)
