@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer.structured import native
+from deepinfer.structured.endless_rules import require_text
 from deepinfer.structured.failures import INVALID_SCHEMA, SCHEMA_TOO_LARGE
 from deepinfer.structured.frames import read_frame, write_frame
 from deepinfer.structured.grammar_text import GrammarKey, grammar_text
@@ -65,8 +66,12 @@ def compile_one(key: GrammarKey, info: Any, settings: WorkerSettings) -> Compile
         text, root = grammar_text(key)
         if len(text) > settings.max_grammar_bytes:
             return Refused(SCHEMA_TOO_LARGE, f"the grammar has {len(text)} bytes, above {settings.max_grammar_bytes}")
+        if key.kind == "ebnf":  # those of the other kinds were written for a language that is not empty
+            require_text(text, root)
         handle = native.compile_ebnf(info, text, root, settings.num_threads)
-        slowest_s = slowest_mask(handle, len(settings.token_bytes))
+        slowest_s, is_dead = probe_masks(handle, len(settings.token_bytes))
+        if is_dead:
+            return Refused(INVALID_SCHEMA, str(_no_token(key)))
         if slowest_s > settings.max_mask_s:
             why = f"one mask of the {key.kind} takes {slowest_s:.2g} s, above {settings.max_mask_s:g} s"
             return Refused(SCHEMA_TOO_LARGE, why)
@@ -87,22 +92,36 @@ def compile_one(key: GrammarKey, info: Any, settings: WorkerSettings) -> Compile
     return Compiled(compiled)
 
 
-def slowest_mask(handle: Any, vocab_size: int) -> float:
-    """Seconds that the slowest of some masks takes, along a random text of the language."""
+def probe_masks(handle: Any, vocab_size: int) -> tuple[float, bool]:
+    """Masks along a random text of the language.
+
+    Returns:
+        seconds that the slowest of them takes, and whether the first one allows nothing, not even the end.
+    """
     matcher = native.bindings().GrammarMatcher(handle, None, False, -1, None)
     row = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
     choose = random.Random(0)
-    slowest = 0.0
-    for _token in range(_PROBED_TOKENS):
+    slowest, is_dead = 0.0, False
+    for index in range(_PROBED_TOKENS):
         start = time.perf_counter()
         matcher.fill_next_token_bitmask(row, 0, False)
         slowest = max(slowest, time.perf_counter() - start)
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:vocab_size])
+        is_dead = is_dead or (index == 0 and not len(allowed))
         if not len(allowed) or not matcher.accept_token(int(choose.choice(allowed)), False):
             break
         if matcher.is_terminated():
             break
-    return slowest
+    return slowest, is_dead
+
+
+def _no_token(key: GrammarKey) -> SchemaError:
+    return SchemaError(
+        key.kind,
+        key.text,
+        why="none of the model's tokens can begin a text of it, and it has no empty text",
+        fix="check how it begins",
+    )
 
 
 def _library_message(error: RuntimeError) -> str:
