@@ -17,12 +17,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
 
+from deepinfer.entrypoints.argument_parser import ArgumentParser
 from deepinfer.errors import EngineError
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 COMMANDS: dict[str, str] = {
     "generate": "complete prompts",
@@ -36,27 +33,6 @@ COMMANDS: dict[str, str] = {
     "demo": "generate from a few prompts with a small model",
 }
 """Name and help; the module is the name with underscores."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in three lines, like every other error, instead of after pages of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
-        print("  why: the command does not take that", file=sys.stderr)
-        print(f"  fix: `{self.prog} --help` lists the arguments and the form of their values", file=sys.stderr)
-        self.exit(2)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Arguments that a command does not know are its own error: the library leaves them to the program above."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return namespace, unknown
-
-    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        """The library's ignores an output that cannot be written."""
-        print(self.format_help(), end="", file=file)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,7 +118,7 @@ def _discard_output() -> None:
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser, with the arguments of ``command`` filled in; the other commands only show their help line."""
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="deepinfer",
         description="Inference engine for DeepSeek-V4.1-Flash.",
         epilog="deepinfer COMMAND --help lists what a command takes; docs/cli.md has examples.",
@@ -152,7 +128,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        sub = commands.add_parser(name, help=summary, description=summary)
         if name == command:
             module = importlib.import_module(f"deepinfer.entrypoints.commands.{name.replace('-', '_')}")
             module.add_arguments(sub)

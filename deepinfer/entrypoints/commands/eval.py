@@ -18,6 +18,7 @@ from deepinfer.config.engine import MAX_DRAFTS
 from deepinfer.config.env import read_environment
 from deepinfer.config.flags import path_argument
 from deepinfer.config.model_file import load_model_config
+from deepinfer.entrypoints.argument_parser import ArgumentParser
 from deepinfer.entrypoints.benchmark.record import environment_record
 from deepinfer.entrypoints.engine_args import add_model_arguments, load_llm, model_arguments
 from deepinfer.entrypoints.llm import LLM
@@ -164,7 +165,7 @@ def _compared(namespace: argparse.Namespace, plan: Plan, console: Console) -> di
 
 def _with_flags(namespace: argparse.Namespace, flags: str) -> argparse.Namespace:
     """The same arguments with more engine flags, which win over those that were given to both."""
-    parser = argparse.ArgumentParser(prog="deepinfer eval --compare", allow_abbrev=False)
+    parser = ArgumentParser(prog="deepinfer eval")
     add_model_arguments(parser)
     try:
         words = shlex.split(flags)
