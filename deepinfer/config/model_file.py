@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deepinfer.config.model import ModelConfig, QuantizationConfig, TextConfig, VisionConfig, YarnConfig
+from deepinfer.config.unknown_keys import Section, check_unknown_keys
 from deepinfer.errors import CheckpointFileError, ConfigError
 
-logger = logging.getLogger(__name__)
-
-# Present in released or third-party files and without effect on the arithmetic of V4.1 (spec 2.2, last paragraph).
-_IGNORED_TEXT_KEYS = {
-    "model_type",
+_TOP_KEYS = (
     "architectures",
-    "torch_dtype",
+    "model_type",
     "dtype",
-    "transformers_version",
-    "use_cache",
-    "initializer_range",
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
-    "num_hash_layers",
-}
+    "image_token_id",
+    "tokenizer_compatibility",
+    "text_config",
+    "vision_config",
+    "quantization_config",
+)
 # V4 features that V4.1 does not have: a file that turns one on describes another model (spec 2.4, item 6).
 _REFUSED_WHEN_SET = ("overlap_compression", "compress_overlap", "compressor_ape", "use_hc_norm")
 
@@ -74,6 +71,7 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
             why="it has to be a list of names",
             fix="supported: ['DeepseekV41ForCausalLM']",
         )
+    check_unknown_keys(_sections(raw))
     vision = raw.get("vision_config")
     return ModelConfig(
         architecture=architectures[0],
@@ -188,10 +186,21 @@ def _fields_from(cls: type, section: Mapping[str, Any], where: str, special: Map
     return values
 
 
-def _warn_unknown(section: Mapping[str, Any], cls: type, where: str, ignored: Iterable[str]) -> None:
-    unknown = sorted(set(section) - {field.name for field in dataclasses.fields(cls)} - set(ignored))
-    if unknown:
-        logger.warning("config keys not used by this engine: %s", ", ".join(f"{where}.{key}" for key in unknown))
+def _sections(raw: Mapping[str, Any]) -> list[Section]:
+    """What the file may hold. ``num_hash_layers`` is left over from V4 (spec 2.2, last paragraph)."""
+    text = raw.get("text_config")
+    rope = text.get("rope_scaling") if isinstance(text, Mapping) else None
+    return [
+        Section("", raw, _TOP_KEYS),
+        Section("text_config.", text, _names(TextConfig), (*_REFUSED_WHEN_SET, "num_hash_layers")),
+        Section("text_config.rope_scaling.", rope, _names(YarnConfig), ("rope_type", "type")),
+        Section("vision_config.", raw.get("vision_config"), _names(VisionConfig)),
+        Section("quantization_config.", raw.get("quantization_config"), _names(QuantizationConfig)),
+    ]
+
+
+def _names(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
 
 
 def _text_config(section: Mapping[str, Any]) -> TextConfig:
@@ -202,7 +211,6 @@ def _text_config(section: Mapping[str, Any]) -> TextConfig:
                 why="V4.1 has no such part",
                 fix="supported: absent",
             )
-    _warn_unknown(section, TextConfig, "text_config", _IGNORED_TEXT_KEYS)
     special: dict[str, Any] = {"rope_scaling": _yarn_config(section.get("rope_scaling"))}
     return TextConfig(**_fields_from(TextConfig, section, "text_config", special))
 
@@ -220,17 +228,14 @@ def _yarn_config(raw: Any) -> YarnConfig | None:
         )
     for key in ("factor", "original_max_position_embeddings"):
         _required(raw, key, f"{where}.")  # guessing the training length would bend every long prompt, quietly
-    _warn_unknown(raw, YarnConfig, where, ("rope_type", "type"))
     return YarnConfig(**_fields_from(YarnConfig, raw, where, {}))
 
 
 def _vision_config(section: Mapping[str, Any]) -> VisionConfig:
-    _warn_unknown(section, VisionConfig, "vision_config", ("model_type",))
     return VisionConfig(**_fields_from(VisionConfig, section, "vision_config", {}))
 
 
 def _quantization_config(section: Mapping[str, Any]) -> QuantizationConfig:
-    _warn_unknown(section, QuantizationConfig, "quantization_config", ())
     for field in dataclasses.fields(QuantizationConfig):
         _required(section, field.name, "quantization_config.")
     return QuantizationConfig(**_fields_from(QuantizationConfig, section, "quantization_config", {}))

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
+from deepinfer.checkpoint.released import released_config
+from deepinfer.checkpoint.tiny import tiny_config
 from deepinfer.config.model_file import load_model_config, model_config_from_dict, model_config_to_dict
 from deepinfer.errors import CheckpointFileError, ConfigError
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINTS = [
+    ROOT / "deepinfer/data/tiny_v41",
+    *sorted(file.parent for file in ROOT.glob("tests/golden/*/config.json")),
+]
 
 
 def test_absent_optional_keys_take_the_specified_defaults(released):
@@ -75,6 +84,80 @@ def test_unknown_keys_are_reported_and_ignored(tiny, caplog):
     assert "text_config.query_norm_per_head" in caplog.text
     assert "text_config.rope_scaling.mscale" in caplog.text
     assert "use_cache" not in caplog.text
+
+
+def test_unknown_keys_of_all_sections_are_one_warning(tiny, caplog):
+    tiny["query_norm"] = True
+    tiny["text_config"]["first_k_dense_replace"] = 1
+    tiny["vision_config"]["window_size"] = 8
+    tiny["quantization_config"]["fmt"] = "e4m3"
+    with caplog.at_level(logging.WARNING):
+        model_config_from_dict(tiny)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "config keys not used by this engine: query_norm, text_config.first_k_dense_replace, vision_config.window_size,"
+        " quantization_config.fmt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "meant"),
+    [
+        ("", "tokenizer_compatability", "tokenizer_compatibility"),
+        ("", "vison_config", "vision_config"),
+        ("text_config", "hc_shift", "hc_shifted"),
+        ("text_config", "use_fp4_sparse_k", "use_fp4_sparse_kv"),
+        ("text_config", "index_k_source_layers", "index_k_source_layer_ids"),
+        ("text_config", "rope_scalling", "rope_scaling"),
+        ("text_config", "engram_layers_ids", "engram_layer_ids"),
+        ("text_config", "num_nextn_predict_layer", "num_nextn_predict_layers"),
+        ("text_config", "hidden_sizes", "hidden_size"),
+        ("text_config.rope_scaling", "beta_fats", "beta_fast"),
+        ("vision_config", "downsample_ration", "downsample_ratio"),
+        ("quantization_config", "scale_format", "scale_fmt"),
+    ],
+)
+def test_a_misspelt_key_is_not_taken_for_an_absent_one(released, section, key, meant):
+    place = released
+    for name in section.split(".") if section else ():
+        place = place[name]
+    place[key] = place.pop(meant, 1)
+    with pytest.raises(ConfigError, match=f"Did you mean {meant}\\?") as caught:
+        model_config_from_dict(released)
+    assert f"{section}.{key} is".removeprefix(".") in caught.value.what
+    assert meant in caught.value.why
+
+
+def test_a_key_like_one_that_is_there_is_only_reported(tiny, caplog):
+    tiny["text_config"]["hidden_sizes"] = 7
+    with caplog.at_level(logging.WARNING):
+        assert model_config_from_dict(tiny).text.hidden_size == 256
+    assert "text_config.hidden_sizes" in caplog.text
+
+
+def test_what_other_programs_write_into_any_configuration_is_silent(released, caplog):
+    more = {"torch_dtype": "bfloat16", "transformers_version": "4.57.0", "use_cache": True, "_name_or_path": "x"}
+    sampling = {"temperature": 0.6, "top_p": 0.95, "do_sample": True}
+    released.update(more | sampling)
+    released["text_config"].update(more | sampling | {"gate_temp": 1.0, "num_hash_layers": 0})
+    released["vision_config"].update(more)
+    with caplog.at_level(logging.WARNING):
+        model_config_from_dict(released)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)
+def test_no_checkpoint_of_this_repository_has_an_unknown_key(path, caplog):
+    with caplog.at_level(logging.WARNING):
+        load_model_config(path)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("config", [released_config(), tiny_config()], ids=["released", "tiny"])
+def test_no_configuration_that_is_written_here_has_an_unknown_key(config, caplog):
+    with caplog.at_level(logging.WARNING):
+        model_config_from_dict(model_config_to_dict(config))
+    assert not caplog.records
 
 
 def test_v4_switches_that_are_off_are_fine(tiny):
