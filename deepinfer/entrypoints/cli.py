@@ -4,7 +4,7 @@ Each command is a module of :mod:`deepinfer.entrypoints.commands` with ``add_arg
 Only the module of the command that was asked for is imported, so that ``deepinfer --help`` answers at once.
 
 Exit codes: 0, 1 (a check said no), 2 (a mistake in what was given; one message says what, why and what to do), 130
-(Ctrl-C).
+(Ctrl-C), 143 (SIGTERM).
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ import importlib
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from deepinfer.entrypoints.argument_parser import ArgumentParser
+from deepinfer.entrypoints.interrupts import termination_as_interrupt
 from deepinfer.errors import EngineError
+
+PROGRAM = "deepinfer"
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C and SIGTERM: 128 and the number of the signal, as shells count."""
 
 COMMANDS: dict[str, str] = {
     "generate": "complete prompts",
@@ -45,16 +51,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     _have_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = build_parser(next((word for word in given if not word.startswith("-")), None))
+    with termination_as_interrupt() as termination:
+        code = _guarded(given)
+    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # All is said and flushed: Ctrl-C while the interpreter closes would only end in a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return TERMINATED if code == INTERRUPTED and termination.is_requested else code
+
+
+def _guarded(given: Sequence[str]) -> int:
+    """Run one command, and turn what it can raise into a message and an exit code."""
     # Known before the flags are parsed: writing the help can fail as well.
-    command, shows_traceback = parser.prog, "--traceback" in given
+    command, shows_traceback = PROGRAM, "--traceback" in given
     try:
         try:
+            # Loads torch for most commands, so Ctrl-C may well come in here.
+            parser = build_parser(next((word for word in given if not word.startswith("-")), None))
             namespace = parser.parse_args(given)
             if namespace.command is None:
                 parser.print_help()
                 return 0
-            command = f"{parser.prog} {namespace.command}"
+            command = f"{PROGRAM} {namespace.command}"
             return _run(namespace)
         finally:
             sys.stdout.flush()  # here, where a failure is reported like every other one
@@ -67,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if shows_traceback:
             raise
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output left (`deepinfer ... | head`).
         _discard_output()
@@ -119,7 +136,7 @@ def _discard_output() -> None:
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser, with the arguments of ``command`` filled in; the other commands only show their help line."""
     parser = ArgumentParser(
-        prog="deepinfer",
+        prog=PROGRAM,
         description="Inference engine for DeepSeek-V4.1-Flash.",
         epilog="deepinfer COMMAND --help lists what a command takes; docs/cli.md has examples.",
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from deepinfer.engine.outputs import StreamDelta
 from deepinfer.entrypoints.default_model import describe_model
 from deepinfer.entrypoints.engine_args import add_model_arguments, load_llm
+from deepinfer.entrypoints.interrupts import Terminated
 from deepinfer.entrypoints.llm import LLM
 from deepinfer.entrypoints.sampling_flags import add_sampling_flags, sampling_params
 from deepinfer.entrypoints.terminal import write
@@ -91,6 +92,8 @@ class Chat:
                     count += len(last.token_ids)
                     show(last.text)
             reason = last.finish_reason if last else None
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             pass  # "interrupted" it is
         if last is not None and last.error is not None and not count:
@@ -114,6 +117,8 @@ def _talk(chat: Chat) -> None:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             if interrupted:
                 return

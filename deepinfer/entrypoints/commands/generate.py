@@ -109,11 +109,13 @@ def _json_prompt(line: str, place: str) -> Prompt:
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> int:
     begin, count, error, reason = time.perf_counter(), 0, None, None
-    for delta in llm.stream(prompt, params):
-        write(delta.text)
-        count += len(delta.token_ids)
-        error, reason = delta.error, delta.finish_reason
-    print()
+    try:
+        for delta in llm.stream(prompt, params):
+            write(delta.text)
+            count += len(delta.token_ids)
+            error, reason = delta.error, delta.finish_reason
+    finally:  # an interrupted text ends its line, too
+        print(flush=True)
     elapsed_s = max(time.perf_counter() - begin, 1e-9)
     if error is not None:
         print(f"error: {error}", file=sys.stderr)
