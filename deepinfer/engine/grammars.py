@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from deepinfer.config.engine import StructuredConfig
 from deepinfer.errors import RequestError
+from deepinfer.sampling.param_checks import check_below_vocab
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.structured.compiler import CompilerLimits, GrammarCompiler, Ticket
 from deepinfer.structured.failures import GrammarFailure
@@ -106,6 +107,11 @@ class Grammars:
             raise RequestError(
                 "structured", spec, why="this engine has no tokenizer to write text with", fix="leave it out"
             )
+        if spec is not None and self._tokenizer is not None:
+            vocab_size = self._tokenizer.vocab_size  # an id beyond it never comes, and nothing would be constrained
+            check_below_vocab("trigger_token_ids", spec.trigger_token_ids, vocab_size)
+            bound = spec.bound_token_id
+            check_below_vocab("bound_token_id", () if bound is None else (bound,), vocab_size)
         return spec
 
     def submit(self, request_id: str, spec: StructuredSpec, prompt_ids: Sequence[int]) -> None:

@@ -101,6 +101,9 @@ def test_a_bad_schema_ends_its_request_only(tiny_path: Path) -> None:
         engine.add_request([1, 2], SamplingParams(structured="json"))
     with pytest.raises(RequestError):
         engine.add_request([1, 2], SamplingParams(structured=Regex("(a"), so_args=None))
+    for timing in ({"trigger_token_ids": [3, 512]}, {"trigger_token_ids": [3], "bound_token_id": 512}):
+        with pytest.raises(RequestError, match=r"token_ids? is 512"):  # it never comes: nothing would be constrained
+            engine.add_request([1, 2], SamplingParams(structured=Regex("a", **timing)))
     heavy = JsonSchema({"type": "array", "items": {"enum": [f"value {i}" for i in range(9000)]}, "maxItems": 300})
     slow = engine.add_request([1, 2], SamplingParams(structured=heavy, max_tokens=8))
     good = engine.add_request([1, 2], SamplingParams(structured=Choice(["no"]), max_tokens=8))
