@@ -195,7 +195,8 @@ def _model_source(values: Mapping[str, Any], reasons: list[Reason]) -> ModelSour
         raise ConfigError(
             "no model is given",
             why="the engine needs a checkpoint directory",
-            fix="pass model=DIRECTORY or set DEEPINFER_HF_MODEL_DIR",
+            fix="pass model=DIRECTORY or set DEEPINFER_HF_MODEL_DIR; the small model of the package is "
+            "model=deepinfer.entrypoints.default_model.default_model()",
         )
     tokenizer = values["tokenizer"]
     if tokenizer == AUTO:

@@ -11,6 +11,7 @@ import pytest
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.errors import CheckpointError, CheckpointFileError, ConfigError, EngineError, RequestError
+from deepinfer.structured.spec import Regex
 from tests.entrypoints.conftest import SMALL
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -44,6 +45,16 @@ def _generate(llm: LLM, *args, **kwargs):
         (["x"], {"stop_token_ids": [512]}, ["stop_token_ids", "512"]),
         (["x"], {"logit_bias": {600: 1.0}}, ["logit_bias", "600"]),
         (["x"], {"so_args": {"schema_type": "json", "schema": '{"not": {}}'}}, ["$.not"]),
+        (["x"], {"so_args": {"schema_type": "json", "schema": "{bad"}}, ["{bad", "no JSON"]),
+        (["x"], {"so_args": {"schema_type": "json", "schema": '{"enum": []}'}}, ["$.enum"]),
+        (["x"], {"so_args": {"schema_type": "regex", "schema": "[]"}}, ["matches no character"]),
+        (["x"], {"so_args": {"schema_type": "ebnf", "schema": 'start ::= "a"'}}, ["no rule of this name"]),
+        (["x"], {"structured": Regex("a"), "ignore_eos": True}, ["ignore_eos"]),
+        (["x"], {"structured": Regex("a", trigger_token_ids=[512])}, ["trigger_token_ids", "512"]),
+        (["x"], {"structured": Regex("a", after_reasoning="<nope>")}, ["after_reasoning", "<nope>"]),
+        (["x"], {"seed": 1}, ["seed", "Use 'seq_seed'"]),
+        (["x"], {"golden_token_ids": [512]}, ["golden_token_ids", "512"]),
+        (["x"], {"allowed_token_ids": [512]}, ["allowed_token_ids", "512"]),
         (["x"], [SHORT, SHORT], ["sampling_params", "2 entries"]),
         (["x", "y"], [SHORT, {"max_tokens": 0}], ["max_tokens"]),
         (["x"], "greedy", ["sampling_params"]),
@@ -59,6 +70,33 @@ def test_a_mistake_that_can_be_seen_beforehand_queues_nothing(llm, prompts, para
     assert caught.value.fix
     assert not llm.engine.has_work()
     assert len(_generate(llm, ["fine"], SHORT)[0].outputs[0].token_ids) == 3
+
+
+def _so(kind: str, schema: str) -> dict[str, object]:
+    return {"so_args": {"schema_type": kind, "schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("params", "reason", "said"),
+    [
+        (_so("json", '{"$ref": "#"}'), "invalid_schema", "references lead back"),
+        (_so("json", '{"type": "integer", "minimum": 5, "maximum": 3}'), "invalid_schema", "no integer fits"),
+        (_so("json", '{"allOf": [{"type": "string"}, {"type": "integer"}]}'), "invalid_schema", "$.type"),
+        (_so("ebnf", "root ::="), "invalid_schema", "can't be compiled"),
+        (_so("ebnf", "root ::= root"), "invalid_schema", "no text fits it"),
+        (_so("ebnf", 'root ::= "a" root'), "invalid_schema", "no text fits it"),
+        ({**_so("regex", "a"), "min_tokens": 3}, "error", "no token can be sampled"),
+        ({**_so("regex", "b"), "golden_token_ids": [300]}, "error", "the grammar does not allow it"),
+        ({"allowed_token_ids": [1], "min_tokens": 2}, "error", "no token can be sampled"),
+    ],
+    ids=str,
+)
+def test_a_mistake_that_shows_later_ends_its_request_only(llm, params, reason, said):
+    """With those above: the table in docs/sampling.md."""
+    outputs = _generate(llm, ["fine", "x", "fine"], [SHORT, {"max_tokens": 3, **params}, SHORT])
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", reason, "length"]
+    assert said in outputs[1].error
+    assert outputs[0].error is outputs[2].error is None
 
 
 def test_images_are_refused(llm):
@@ -167,7 +205,7 @@ def test_a_missing_model_is_named(tmp_path):
         _load(tmp_path / "nowhere")
     with pytest.raises(CheckpointFileError, match=r"config\.json"):
         _load(tmp_path)
-    with pytest.raises(ConfigError, match="no model"):
+    with pytest.raises(ConfigError, match=r"no model is given.*default_model\(\)"):
         LLM()
 
 
