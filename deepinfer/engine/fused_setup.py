@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _SMALL_GRAPHS = (1, 2, 4, 8, 16, 24, 32)
 _GRAPH_STEP = 16
+_PROMPT_GRAPHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""A row of padding reaches no expert, so few sizes do."""
 MAX_GRAPH_ROWS = 512
 """Larger steps run launch by launch: there the host is never what they wait for."""
 _OLDEST_GPU = (8, 9)
@@ -61,10 +63,11 @@ def step_shape(config: EngineConfig) -> StepShape:
     """The largest step of an engine, for its memory."""
     limits = config.scheduler
     steps, drafts = captured_sizes(config)
+    prompts = prompt_graph_sizes(config)
     return StepShape(
         max_rows=limits.max_num_batched_tokens,
         max_sampled_rows=limits.max_num_seqs * (1 + limits.num_speculative_tokens),
-        num_graphs=len(steps) + len(drafts),
+        num_graphs=len(steps) + len(prompts) + len(drafts),
         num_sampler_graphs=len(steps) if samples_in_graphs(config) else 0,
         max_graph_samples=steps[-1] if steps and samples_in_graphs(config) else 0,
         num_drafts=limits.num_speculative_tokens,
@@ -102,6 +105,14 @@ def draft_graph_sizes(limits: SchedulerConfig) -> list[int]:
     return _sizes_up_to(min(limits.max_num_seqs, most)) if most else []
 
 
+def prompt_graph_sizes(config: EngineConfig) -> list[int]:
+    """Rows of the captured steps with a prompt. The last holds what a step may have, if that is not more than most."""
+    if config.device.graphs == "off":
+        return []
+    most = min(MAX_GRAPH_ROWS, config.scheduler.max_num_batched_tokens)
+    return [*(size for size in _PROMPT_GRAPHS if size < most), most]
+
+
 def _sizes_up_to(largest: int) -> list[int]:
     sizes = [size for size in _SMALL_GRAPHS if size < largest]
     sizes += range(_SMALL_GRAPHS[-1] + _GRAPH_STEP, largest, _GRAPH_STEP)
@@ -136,7 +147,9 @@ def load_fused_runner(
         logger.warning(
             "no Hopper GPU, and the package humming-kernels is not installed: routed experts run in Triton, slower"
         )
-    steps, drafts = captured_sizes(config) if device.type == "cuda" else ([], [])
+    is_captured = device.type == "cuda"
+    steps, drafts = captured_sizes(config) if is_captured else ([], [])
+    prompts = prompt_graph_sizes(config) if is_captured else []
     max_blocks = -(-config.scheduler.max_model_len // BLOCK_TOKENS)
 
     def make(**arguments: object) -> ModelRunner:
@@ -146,6 +159,7 @@ def load_fused_runner(
             device=device,
             draft=draft,
             graph_sizes=steps,
+            prompt_sizes=prompts,
             draft_sizes=drafts,
             max_blocks=max_blocks,
             num_drafts=config.speculation.num_tokens,

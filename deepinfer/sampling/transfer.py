@@ -37,13 +37,14 @@ def kept_on_device(array: np.ndarray, device: torch.device) -> Tensor:
         return to_device(array, device)
     index = torch.cuda.current_device() if device.index is None else device.index
     stream: int = torch._C._cuda_getCurrentRawStream(index)  # that the copy is ordered by
-    return _kept(np.ascontiguousarray(array).tobytes(), array.dtype.str, array.shape, index, stream)
+    own = torch.device("cuda", index)
+    return _kept(np.ascontiguousarray(array).tobytes(), array.dtype.str, array.shape, own, stream)
 
 
 @lru_cache(maxsize=256)
-def _kept(data: bytes, dtype: str, shape: tuple[int, ...], index: int, stream: int) -> Tensor:
+def _kept(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     del stream
-    return to_device(np.frombuffer(data, dtype).reshape(shape).copy(), torch.device("cuda", index))
+    return to_device(np.frombuffer(data, dtype).reshape(shape).copy(), device)
 
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32, torch.bool: np.bool_}

@@ -147,7 +147,7 @@ class Sequence:
 
     def append_tokens(self, tokens: Items[int]) -> None:
         """Add sampled tokens. Only the scheduler calls this, at commit."""
-        assert not tokens or min(tokens) >= 0, f"{self.request_id}: sampled tokens {tokens} are no token ids"
+        assert not tokens or min(tokens) >= 0, f"{self.request_id}: sampled token {min(tokens)} is no token id"
         self.token_ids += tokens
 
     def drop_memory(self) -> tuple[list[int], int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepinfer.config.model import TextConfig
 from deepinfer.kernels.compile_ahead import compiling
-from deepinfer.layers.caches import CacheGeometry
+from deepinfer.layers.caches import BLOCK_TOKENS, CacheGeometry
 from deepinfer.layers.fused.device_rows import RowExpander, fits_spare_room
 from deepinfer.layers.fused.step import FusedCut, FusedStep
 from deepinfer.messages import Chunk, StepPlan
@@ -18,20 +18,25 @@ from deepinfer.models.fused_dspark import FusedDSpark
 from deepinfer.models.fused_v41 import FusedV41, row_limits
 from deepinfer.ops.step_views import ChunkSpan
 from deepinfer.sampling.transfer import kept_on_device
-from deepinfer.worker.decode_graphs import DecodeGraphs
 from deepinfer.worker.decoder_rows import kept_rows, narrows_decoder
-from deepinfer.worker.device_step import SlotTables, host_table, ngram_ids, token_ids
+from deepinfer.worker.device_step import HostTable, SlotTables, host_table, ngram_ids, token_ids
 from deepinfer.worker.device_tokens import DeviceTokens
+from deepinfer.worker.forward_graphs import Forward, ForwardGraphs
 from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.model_runner import ModelRunner, StepResult
 from deepinfer.worker.ragged_rows import RaggedRows
+
+MAX_SCANNED = 2**23
+"""Rows times tokens of the longest sequence up to which a step with a prompt is a graph. There the index reads the keys
+for every row, where launches read them once for each chunk: that would take longer than the host's launches do."""
 
 
 class FusedRunner(ModelRunner):
     """One fused model with its caches on one GPU.
 
     Args:
-        graph_sizes: rows of the steps that are captured; none runs every step launch by launch.
+        graph_sizes: rows of the decoding steps that are captured; none runs every step launch by launch.
+        prompt_sizes: rows of the captured steps that may have any chunks.
         draft_sizes: requests of the drafts that are captured.
         max_blocks: blocks per sequence that captured steps can address.
         num_drafts: most drafts of a sequence.
@@ -46,6 +51,7 @@ class FusedRunner(ModelRunner):
         is_compact: bool = True,
         draft: FusedDSpark | None = None,
         graph_sizes: Sequence[int] = (),
+        prompt_sizes: Sequence[int] = (),
         draft_sizes: Sequence[int] = (),
         max_blocks: int = 1,
         num_drafts: int = 0,
@@ -62,7 +68,10 @@ class FusedRunner(ModelRunner):
         self.graph_sizes, self.draft_sizes = tuple(graph_sizes), tuple(draft_sizes)
         self.row_limits = row_limits(model.layers)
         self.graph_pool = GraphPool()
-        self.graphs = DecodeGraphs(self, graph_sizes, max_blocks, self.graph_pool) if graph_sizes else None
+        self.graphs = ForwardGraphs(self, graph_sizes, max_blocks, self.graph_pool) if graph_sizes else None
+        self.prompt_graphs = None
+        if prompt_sizes:
+            self.prompt_graphs = ForwardGraphs(self, prompt_sizes, max_blocks, self.graph_pool, "prompts", False)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, trace: dict[str, Tensor] | None = None) -> StepResult:
@@ -87,6 +96,8 @@ class FusedRunner(ModelRunner):
                 found = self.graphs.replay(host, ngrams)
             if found is not None:
                 (trunk, read_mix, known, table), graph_size = found
+            elif (found := self._replay_prompt(host, ngrams, is_cut)) is not None:
+                (trunk, read_mix, known, table), _ = found
             else:
                 keys_first = is_short and not is_cut
                 ngrams = self._ngrams(chunks, ragged, ids) if ngrams is None else ngrams
@@ -104,6 +115,13 @@ class FusedRunner(ModelRunner):
         has_every_row = len(samples) == len(trunk)
         return StepResult(self.model, trunk, read_mix, sample_rows, has_every_row, known, table, graph_size)
 
+    def _replay_prompt(self, host: HostTable, ngrams: Tensor | None, is_cut: bool) -> tuple[Forward, int] | None:
+        """Run a step with any chunks by a graph; None if there is none for it, or launches are faster."""
+        reach = host.block_tables.shape[1] * BLOCK_TOKENS
+        if self.prompt_graphs is None or is_cut or host.num_rows * reach > MAX_SCANNED:
+            return None
+        return self.prompt_graphs.replay(host, ngrams)
+
     def _ngrams(self, chunks: Sequence[Chunk], rows: RaggedRows, ids: np.ndarray) -> Tensor | None:
         """``[rows, n]`` int32 on the device; None if no layer looks at them."""
         if not self.ngram_size:
@@ -112,24 +130,25 @@ class FusedRunner(ModelRunner):
 
     def compile_kernels(self, prompts: Sequence[Chunk], show_progress: bool) -> None:
         """Compile what the graphs and steps of these prompts launch."""
-        graphs, self.graphs = self.graphs, None  # captures would be empty
+        graphs, prompt_graphs = self.graphs, self.prompt_graphs
+        self.graphs = self.prompt_graphs = None  # captures would be empty
         try:
             with compiling("kernels", show_progress), torch.inference_mode():
-                for size in self.graph_sizes:
-                    assert graphs is not None
-                    graphs.launch(size)
+                for captured in filter(None, (graphs, prompt_graphs)):
+                    for size in captured.graphs.sizes:
+                        captured.launch(size)
                 for prompt in prompts:
                     result = self.run(StepPlan(0, (prompt,)))
                     if prompt.num_sampled:
                         result.sample_logits()
         finally:
-            self.graphs = graphs
+            self.graphs, self.prompt_graphs = graphs, prompt_graphs
 
     def capture_graphs(self, show_progress: bool) -> None:
         """Capture what :meth:`run` replays, at start-up rather than when a size is first met."""
-        if self.graphs is not None:
-            with torch.inference_mode():
-                self.graphs.graphs.capture_all(show_progress)
+        with torch.inference_mode():
+            for captured in filter(None, (self.graphs, self.prompt_graphs)):
+                captured.graphs.capture_all(show_progress)
 
     def forward(self, step: FusedStep) -> tuple[Tensor, Tensor]:
         """The layers, and the draft's context keys behind them. Launches only."""

@@ -77,14 +77,18 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 }
 
 
-def compare_everything(path: Path, cases: list[Case], names: list[str]) -> None:
-    """Every circumstance of ``EVERYTHING`` against one after the other, plain, with an empty cache."""
+def compare_everything(path: Path, cases: list[Case], names: list[str], **arguments: Any) -> None:
+    """Every circumstance of ``EVERYTHING`` against one after the other, plain, with an empty cache.
+
+    Args:
+        arguments: of all engines.
+    """
     plain = {"num_speculative_tokens": 0, "async_scheduling": False, "prefix_cache": "off"}
-    engine = make_engine(path, **plain)
+    engine = make_engine(path, **plain, **arguments)
     expected = run_alone(engine, cases)
     engine.close()
     for name in names:
-        engine = make_engine(path, **EVERYTHING[name])
+        engine = make_engine(path, **EVERYTHING[name], **arguments)
         found = run_crowd(engine, cases, seed=len(name))
         different = [index for index in range(len(cases)) if found[index] != expected[index]]
         assert not different, f"{name}: requests {different}"

@@ -15,7 +15,13 @@ from deepinfer.config.env import read_environment
 from deepinfer.config.resolve import resolve
 from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.engine import fused_setup
-from deepinfer.engine.fused_setup import draft_graph_sizes, graph_sizes, not_fused_because, step_shape
+from deepinfer.engine.fused_setup import (
+    draft_graph_sizes,
+    graph_sizes,
+    not_fused_because,
+    prompt_graph_sizes,
+    step_shape,
+)
 from deepinfer.engine.speculation_setup import _measured_sizes
 from deepinfer.errors import CapacityError, ConfigError
 from deepinfer.kvcache.memory_plan import StepShape, step_reserves
@@ -82,7 +88,8 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     shapes = {mode: step_shape(on_nvidia(tiny_path, cuda_graphs=mode, **arguments)) for mode in ("startup", "off")}
     config = on_nvidia(tiny_path, **arguments)
     decoding, drafting = graph_sizes(config.scheduler), draft_graph_sizes(config.scheduler)
-    assert shapes["startup"].num_graphs == len(decoding) + len(drafting)
+    prompts = prompt_graph_sizes(config)
+    assert shapes["startup"].num_graphs == len(decoding) + len(prompts) + len(drafting)
     assert shapes["startup"].num_sampler_graphs == len(decoding)
     assert shapes["startup"].max_graph_drafts == 16
     assert shapes["startup"].max_graph_samples == decoding[-1]
@@ -96,7 +103,7 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     }
     of_graphs = "graphs", "logits of captured steps", "logits of captured drafts"
     assert [reserves["off"][name] for name in of_graphs] == [0, 0, 0]
-    graphs = (len(decoding) + len(drafting)) * 24 + len(decoding) * 4
+    graphs = (len(decoding) + len(prompts) + len(drafting)) * 24 + len(decoding) * 4
     assert reserves["startup"]["graphs"] == graphs * 2**20
     assert reserves["startup"]["logits of captured steps"] == 128 * text.vocab_size * 4  # 80 rows, filled up
     rows = 16 * 4 + 3 * 64
@@ -108,12 +115,28 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     assert uneven["logits of captured drafts"].num_bytes == rows * text.vocab_size * 4
     assert uneven["logits and their copy"].num_bytes == (100 + 128) * text.vocab_size * 4
     rejecting = step_shape(on_nvidia(tiny_path, sampler="rejection", **arguments))
-    assert (rejecting.num_graphs, rejecting.num_sampler_graphs, rejecting.max_graph_samples) == (len(decoding), 0, 0)
+    assert (rejecting.num_sampler_graphs, rejecting.max_graph_samples) == (0, 0)
+    assert rejecting.num_graphs == len(decoding) + len(prompts)
     waiting = step_shape(on_nvidia(tiny_path, async_scheduling=False, **arguments))
-    assert waiting.num_graphs == len(decoding) + len(drafting)
+    assert waiting.num_graphs == len(decoding) + len(prompts) + len(drafting)
     assert waiting.num_sampler_graphs == waiting.max_graph_samples == 0
     with pytest.raises(ConfigError, match="cuda_graphs"):
         on_nvidia(tiny_path, cuda_graphs="sometimes")
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (2048, [16, 32, 48, 64, 96, 128, 192, 256, 384, 512]),
+        (200, [16, 32, 48, 64, 96, 128, 192, 200]),
+        (16, [16]),
+        (9, [9]),
+    ],
+)
+def test_graphs_of_prompts_end_with_the_largest_step(tiny_path: Path, most: int, sizes: list[int]) -> None:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": most, "num_speculative_tokens": 0}
+    assert prompt_graph_sizes(on_nvidia(tiny_path, **limits)) == sizes
+    assert prompt_graph_sizes(on_nvidia(tiny_path, cuda_graphs="off", **limits)) == []
 
 
 def test_no_measured_step_is_larger_than_a_step_may_be(tiny_path: Path) -> None:

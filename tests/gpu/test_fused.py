@@ -117,8 +117,18 @@ def test_graph_equals_launches(path: Path) -> None:
     ids = random_ids(140)
     engine = nvidia(path)
     with_graphs = logits_in_pieces(engine, ids, [100, *[1] * 20, 3, 5, 6, 6])
-    engine.runner.graphs = None  # type: ignore[attr-defined]
+    engine.runner.graphs = engine.runner.prompt_graphs = None  # type: ignore[attr-defined]
     assert torch.equal(with_graphs, logits_in_pieces(engine, ids, [100, *[1] * 20, 3, 5, 6, 6], slot=5))
+
+
+def test_graph_of_a_prompt_equals_its_launches(path: Path) -> None:
+    """Batch-invariant, since a graph has padding and scores every row of the index on its own."""
+    ids, pieces = random_ids(420), [1, 9, 30, 47, 100, 200, 16, 17]
+    engine = nvidia(path, batch_invariant=True)
+    with_graphs = logits_in_pieces(engine, ids, pieces)
+    assert engine.runner.prompt_graphs.graphs.num_replays == 7  # type: ignore[attr-defined]
+    engine.runner.prompt_graphs = None  # type: ignore[attr-defined]
+    assert torch.equal(with_graphs, logits_in_pieces(engine, ids, pieces, slot=5))
 
 
 def test_unused_cache_full_of_nan(path: Path) -> None:

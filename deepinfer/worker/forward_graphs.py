@@ -1,4 +1,4 @@
-"""CUDA graphs of short steps: one per number of rows, replayed with the inputs of the step copied in front."""
+"""CUDA graphs of steps: one per number of rows, replayed with the inputs of the step copied in front."""
 
 from __future__ import annotations
 
@@ -21,17 +21,30 @@ Forward = tuple[Tensor, Tensor, Tensor | None, Tensor]
 """Trunk ``[rows, M, hidden]``, read mix ``[rows, M]``, n-gram ids ``[rows, n]``, completed table."""
 
 
-class DecodeGraphs:
+class ForwardGraphs:
     """Captured forwards. A step takes the smallest graph that holds its rows; the rest is padding.
+
+    A graph knows no chunks, so the index scores every row on its own.
 
     Padding rows have position -1: they see no key, write nothing and reach no expert.
 
     Args:
+        name: of these steps, for messages.
         sizes: rows of the graphs. max_blocks: blocks per sequence that the graphs can address.
+        keys_first: of :class:`~deepinfer.layers.fused.device_rows.DeviceRows`. True for steps of short chunks only,
+            decoding and verification; False takes any, with some launches more.
     """
 
-    def __init__(self, runner: FusedRunner, sizes: Sequence[int], max_blocks: int, pool: GraphPool) -> None:
-        self._runner = runner
+    def __init__(
+        self,
+        runner: FusedRunner,
+        sizes: Sequence[int],
+        max_blocks: int,
+        pool: GraphPool,
+        name: str = "the backbone",
+        keys_first: bool = True,
+    ) -> None:
+        self._runner, self._keys_first = runner, keys_first
         largest, device = max(sizes), runner.device
         self._cells = torch.zeros(NUM_COLUMNS * largest, dtype=torch.int32, device=device)
         self._tables = torch.zeros(largest, max_blocks, dtype=torch.int32, device=device)
@@ -40,7 +53,7 @@ class DecodeGraphs:
         self._ngrams = None
         if runner.ngram_size:
             self._ngrams = torch.full((largest, runner.ngram_size), -1, dtype=torch.int32, device=device)
-        self.graphs: GraphSet[Forward] = GraphSet("the backbone", sizes, self.launch, self._clear, pool)
+        self.graphs: GraphSet[Forward] = GraphSet(name, sizes, self.launch, self._clear, pool)
 
     def replay(self, host: HostTable, ngrams: Tensor | None) -> tuple[Forward, int] | None:
         """Run the step. Returns what its rows gave, which holds until the next replay, and the size of the graph.
@@ -84,6 +97,6 @@ class DecodeGraphs:
         """What a graph of ``size`` rows replays, launch by launch."""
         runner = self._runner
         ngrams = None if self._ngrams is None else self._ngrams[:size]
-        step = runner.step_of(self._table(size), self._tables[:size], ngrams, keys_first=True)
+        step = runner.step_of(self._table(size), self._tables[:size], ngrams, self._keys_first)
         assert step.table is not None
         return *runner.forward(step), step.ngram_ids, step.table

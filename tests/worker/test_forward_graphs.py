@@ -17,9 +17,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 from deepinfer.layers.fused.device_rows import Column
-from deepinfer.messages import StepPlan
-from deepinfer.worker.decode_graphs import DecodeGraphs
+from deepinfer.messages import Chunk, StepPlan
+from deepinfer.worker import fused_runner as fused_runner_module
 from deepinfer.worker.device_step import HostTable
+from deepinfer.worker.forward_graphs import ForwardGraphs
 from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.step_verifier import Sampling
 from tests.engine.support import chunk_of, make_checkpoint, make_engine, random_ids
@@ -42,16 +43,58 @@ def test_graph_and_failed_capture_give_what_launches_give(tmp_path: Path, monkey
     plans = [StepPlan(0, (chunk_of(ids, 0, 1, (5,), slot),)) for slot in (1, 2, 3)]
     expected = runner.run(plans[0]).sample_logits()
     monkeypatch.setattr(GraphPool, "capture", capture_on_cpu)
-    runner.graphs = DecodeGraphs(runner, (2,), 4, runner.graph_pool)
+    runner.graphs = ForwardGraphs(runner, (2,), 4, runner.graph_pool)
     result = runner.run(plans[1])
     assert torch.equal(result.sample_logits(), expected)
     assert result.samples_every_row
     assert torch.equal(result.row_logits(slice(None)), expected)
     assert runner.graphs.graphs.num_replays == 1
     monkeypatch.setattr(GraphPool, "capture", failing)
-    runner.graphs = DecodeGraphs(runner, (2,), 4, runner.graph_pool)
+    runner.graphs = ForwardGraphs(runner, (2,), 4, runner.graph_pool)
     assert torch.equal(runner.run(plans[2]).sample_logits(), expected)
     assert runner.graphs.graphs.num_replays == 0
+
+
+def test_a_graph_takes_chunks_of_any_length_beside_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same steps of the same tokens, launched in one pair of state slots and replayed in another."""
+    path = make_checkpoint(tmp_path / "model", hc_sinkhorn_iters=2)
+    runner = fused_runner(make_engine(path, num_speculative_tokens=0), path)
+    monkeypatch.setattr(GraphPool, "capture", capture_on_cpu)
+    graphs = ForwardGraphs(runner, (4, 16), 4, runner.graph_pool, "prompts", keys_first=False)
+    ids, other = random_ids(9), random_ids(2, seed=1)
+
+    def steps(first: int, second: int) -> list[Tensor]:
+        def chunk(tokens: list[int], begin: int, count: int, slot: int, is_prefill: bool) -> Chunk:
+            made = chunk_of(tokens, begin, count, (slot + 4,), slot, str(slot))
+            return made._replace(is_prefill=is_prefill, num_sampled=1)
+
+        plans = [
+            [chunk(other, 0, 1, second, False), chunk(ids, 0, 8, first, True)],  # longer than the ring's spare room
+            [chunk(ids, 8, 1, first, False), chunk(other, 1, 1, second, False)],
+        ]
+        return [runner.run(StepPlan(0, tuple(chunks))).sample_logits() for chunks in plans]
+
+    expected = steps(1, 2)
+    runner.prompt_graphs = graphs
+    found = steps(3, 4)
+    assert graphs.graphs.num_replays == 2
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_steps_that_scan_much_are_launched(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    runner, replayed = fused_runner(make_engine(path, num_speculative_tokens=0), path), []
+    runner.prompt_graphs = SimpleNamespace(replay=lambda host, ngrams: replayed.append(host) or ("outputs", 512))
+    most = fused_runner_module.MAX_SCANNED // 128
+    for rows, blocks, is_cut, is_replayed in (
+        (512, most // 512, False, True),
+        (512, most // 512 + 1, False, False),
+        (1, most, False, True),
+        (16, 3, True, False),
+    ):
+        host = HostTable(np.zeros((len(Column), rows), np.int32), np.zeros((1, blocks), np.int32), np.zeros(1))
+        assert (runner._replay_prompt(host, None, is_cut) is not None) == is_replayed
+    assert len(replayed) == 2
 
 
 class EchoRunner:
@@ -71,7 +114,7 @@ class EchoRunner:
 
 def test_every_replay_sees_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GraphPool, "capture", capture_on_cpu)
-    graphs = DecodeGraphs(EchoRunner(), (1, 2, 4), 3, GraphPool())  # type: ignore[arg-type]
+    graphs = ForwardGraphs(EchoRunner(), (1, 2, 4), 3, GraphPool())  # type: ignore[arg-type]
     blocks = {"a": (7,), "b": (8, 9), "c": (1, 2, 3), "longer a": (7, 5)}
     steps = ["a", "ab", "ab", "ba", "abc", "b", ("longer a", "b"), ("longer a", "b"), "ab", "c", "c", "ab"]
     for number, names in enumerate(steps, 1):
