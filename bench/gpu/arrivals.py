@@ -3,9 +3,10 @@
     python bench/gpu/arrivals.py --json bench/results/h200_arrivals.json
 
 A fixed number of callers each send a request, wait for its last token and send the next, so that most steps decode some
-sequences and compute the prompt of another. Prompts are random tokens of 16 to 300, outputs 16 to 96 tokens; the same
-requests in the same order for every run. ``first_token`` runs from the request to its first token on the host, ``gap``
-is the time between two tokens of one sequence.
+sequences and compute the prompt of another. Prompts are 16 to 300 random tokens (``--longest``), outputs 16 to 96
+tokens; the same requests in the same order for every run. ``first_token`` runs from the request to its first token on
+the host, ``gap`` is the time between two tokens of one sequence. ``compiled`` counts the kernels that requests had to
+wait for, by name.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from typing import Any
 
 import torch
 from engine_steps import make_engine
+from first_start import count_compilations
 
 from deepinfer.checkpoint.released_slice import NUM_LAYERS
 from deepinfer.engine.engine import Engine
 from deepinfer.sampling.params import SamplingParams
 
 
-def requests(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts and parameters."""
+def requests(count: int, seed: int, longest: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of up to ``longest`` tokens, and parameters."""
     rng = random.Random(seed)
     made = []
     for _ in range(count):
-        prompt = [rng.randrange(100, 100_000) for _ in range(rng.randint(16, 300))]
+        prompt = [rng.randrange(100, 100_000) for _ in range(rng.randint(16, longest))]
         made.append((prompt, SamplingParams(temperature=1.0, max_tokens=rng.randint(16, 96), ignore_eos=True)))
     return made
 
@@ -78,16 +80,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--callers", default="4,16,64")
     parser.add_argument("--requests-per-caller", type=int, default=6)
+    parser.add_argument("--longest", type=int, default=300)
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     callers = [int(part) for part in args.callers.split(",")]
-    engine = make_engine(args.drafts, max(callers), 512, max(callers) * 5 + 64, "faithful")
-    serve(engine, requests(2 * max(callers), seed=0), max(callers))
-    results = []
+    length = args.longest + 128
+    engine = make_engine(args.drafts, max(callers), length, max(callers) * (length // 128 + 2) + 64, "faithful")
+    results, compiled = [], count_compilations()
     for number in callers:
-        results.append(serve(engine, requests(number * args.requests_per_caller, seed=number), number))
-        print({key: round(value, 2) for key, value in results[-1].items()}, flush=True)
+        compiled.clear()
+        found = serve(engine, requests(number * args.requests_per_caller, number, args.longest), number)
+        results.append({**found, "compiled": dict(compiled)})
+        print({key: value if key == "compiled" else round(value, 2) for key, value in results[-1].items()}, flush=True)
     if args.json is not None:
         machine = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__}
         record = {

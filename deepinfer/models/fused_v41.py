@@ -17,6 +17,7 @@ from deepinfer.kernels.dense.linear import Bf16Linear
 from deepinfer.kernels.engram.placement import EngramPlacement
 from deepinfer.kernels.first_streams import first_streams
 from deepinfer.kernels.hyper_connection.finish import collapse_head
+from deepinfer.kernels.hyper_connection.parts import DEFAULT_TILE
 from deepinfer.kernels.moe.experts import RoutedExperts
 from deepinfer.layers.caches import LayerCaches, ModelCaches
 from deepinfer.layers.fused.attention import Attention
@@ -92,9 +93,10 @@ class FusedLayer:
         return True
 
 
-def row_limits(layers: Sequence[FusedLayer]) -> tuple[int, ...]:
-    """Numbers of rows up to which the routed experts of these layers take one set of kernels."""
-    return tuple(sorted({limit for layer in layers for limit in layer.feed_forward.experts.row_limits()}))
+def row_limits(layers: Sequence[FusedLayer], hidden: int) -> tuple[int, ...]:
+    """Numbers of rows up to which experts and hyper-connections of these layers take one set of kernels."""
+    of_experts = {limit for layer in layers for limit in layer.feed_forward.experts.row_limits()}
+    return tuple(sorted(of_experts.union(DEFAULT_TILE.row_limits(hidden))))
 
 
 class FusedV41:

@@ -88,7 +88,7 @@ class DeviceChoice:
                 mask_rows=mask_rows,
             ),
             self._workspace,
-            truncates=parameters.truncates,
+            truncates=True,  # False would save a launch, and be one kernel more to compile
         )
 
     def _masks(self, rows: int, grammar: GrammarMask | None) -> tuple[Tensor | None, Tensor | None]:

@@ -81,7 +81,8 @@ class DraftStep:
 
     def _sizes_beyond(self, largest: int) -> list[int]:
         """Requests above those of the largest graph, with blocks of typical lengths."""
-        rows = typical_lengths(self.max_requests * self._num_drafts, row_limits(self._model.layers))
+        limits = row_limits(self._model.layers, self._runner.config.hidden_size)
+        rows = typical_lengths(self.max_requests * self._num_drafts, limits)
         sizes = sorted({length // self._num_drafts for length in rows})
         return [size for size in sizes if size > largest]
 

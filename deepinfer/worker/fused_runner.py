@@ -66,7 +66,7 @@ class FusedRunner(ModelRunner):
         self._tables = SlotTables(geometry.num_slots)
         self.device_tokens = DeviceTokens(geometry.num_slots, self.ngram_size, num_drafts, device)
         self.graph_sizes, self.draft_sizes = tuple(graph_sizes), tuple(draft_sizes)
-        self.row_limits = row_limits(model.layers)
+        self.row_limits = row_limits(model.layers, config.hidden_size)
         self.graph_pool = GraphPool()
         self.graphs = ForwardGraphs(self, graph_sizes, max_blocks, self.graph_pool) if graph_sizes else None
         self.prompt_graphs = None

@@ -18,6 +18,7 @@ from deepinfer.kernels import device_tokens as kernels
 from deepinfer.kernels.compile_ahead import compiling
 from deepinfer.kernels.sampling.verification import accept_prefix
 from deepinfer.sampling.device_choice import DeviceChoice
+from deepinfer.sampling.edits import GrammarMask
 from deepinfer.sampling.row_parameters import RowParameters
 from deepinfer.sampling.sampler import SamplerOutput
 from deepinfer.sampling.state import SamplingState
@@ -72,12 +73,23 @@ class SampleStep:
         )
 
     def prepare(self, show_progress: bool) -> None:
-        """Compile what :meth:`run` launches, and capture it, for all sizes that have a forward."""
+        """Compile what :meth:`run` launches, and capture it, for all sizes that have a forward.
+
+        Steps that no graph samples launch the same kernels: a prompt beside rows that decode, or grammars.
+        """
         with torch.inference_mode():
             with compiling("kernels of the sampler", show_progress):
                 for size in filter(self._forwards.graphs.is_captured, self.graphs.sizes):
                     self.run(size)
+                    self._draw_masked(size)
             self.graphs.capture_all(show_progress)
+
+    def _draw_masked(self, size: int) -> None:
+        """Launch what rows under a grammar take, which no graph has."""
+        vocab_size, first = self._runner.config.vocab_size, self._numbers[:1]
+        logits = torch.empty(size, vocab_size, device=first.device)
+        bits = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=first.device)
+        self._choice.draw(logits, self._parameters.first(size), self._numbers[:size], GrammarMask(first, bits))
 
     def takes(self, sampling: Sampling) -> bool:
         """Whether a graph can sample these rows: what their requests ask for is in :class:`RowParameters`."""

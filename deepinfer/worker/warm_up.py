@@ -14,15 +14,17 @@ _MORE = (288, 576)
 
 
 def typical_lengths(max_rows: int, limits: Sequence[int] = ()) -> list[int]:
-    """Powers of two and one and a half times as much, a few more, ``limits``, one less than each, and ``max_rows``.
+    """Powers of two and one and a half times as much, a few more, ``limits``, one less than each, one more than each
+    limit, and ``max_rows``.
 
     A prompt's length chooses among kernels at such numbers, and Triton compiles apart for multiples of 16 and others.
 
     Args:
-        limits: more lengths up to which one choice holds: those of a model's experts.
+        limits: more lengths up to which one choice holds: those of a model's experts and hyper-connections. Between
+            one of each kind there may be no other length.
     """
     steps = [step for power in range(max_rows.bit_length()) for step in (2**power, 3 * 2**power // 2)]
-    steps += [*_MORE, *limits]
+    steps += [*_MORE, *limits, *(limit + 1 for limit in limits)]
     reached = [step for step in steps if _SHORTEST <= step <= max_rows]
     return sorted({max_rows, *reached, *(step - 1 for step in reached)})
 

@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ if not torch.cuda.is_available():
 
 from deepinfer.checkpoint.device_loader import DeviceLoader
 from deepinfer.checkpoint.reader import open_checkpoint
+from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.messages import StepPlan
 from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.warm_up import null_prompts
@@ -217,3 +219,41 @@ def test_sampler_and_draft_are_noted_before_they_are_captured(tmp_path: Path, mo
             assert all(step.graphs.is_captured(size) for size in step.graphs.sizes)
             assert sizes >= set(step.graphs.sizes)
         assert max(sizes) == draft.max_requests  # the largest is no graph's
+
+
+def test_any_number_of_rows_is_drawn_by_what_the_graphs_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that no graph samples have other numbers of rows, of requests, and rows that truncate or not."""
+    from triton.runtime import interpreter
+
+    from deepinfer.engine.fused_setup import graph_sizes
+    from deepinfer.kernels.sampling.verification import accept_prefix
+    from deepinfer.sampling.device_choice import DeviceChoice
+    from deepinfer.sampling.edits import GrammarMask
+    from deepinfer.sampling.row_parameters import RowParameters
+
+    loaded, vocab, cpu, most = set[Key](), 129_280, torch.device("cpu"), 300
+    graphs, eager = DeviceChoice(vocab, [], cpu), DeviceChoice(vocab, [], cpu)
+    graphs.reserve(most)
+    logits, parameters = torch.empty(most, vocab), RowParameters.neutral(most, vocab, cpu)
+    grammar = GrammarMask(torch.arange(1), torch.zeros(1, vocab // 32, dtype=torch.int32))
+
+    def launches(choice: DeviceChoice, rows: int, truncates: bool = True) -> set[Key]:
+        loaded.clear()
+        given = replace(parameters.first(rows), truncates=truncates)
+        for mask in (None, grammar):
+            token_ids, is_bad = choice.draw(logits[:rows], given, torch.zeros(rows, dtype=torch.int64), mask)
+        drafts = torch.zeros(rows, 5, dtype=torch.int64)
+        accept_prefix(token_ids, is_bad, drafts, torch.ones(rows, dtype=torch.int64))
+        return set(loaded)
+
+    monkeypatch.setattr(
+        interpreter.InterpretedFunction,
+        "__getitem__",
+        lambda kernel, _grid: lambda *values, **named: loaded.add(triton_key(kernel, values, named)),
+    )
+    sizes = graph_sizes(SchedulerConfig(max_num_seqs=most))
+    compiled = set[Key]().union(*(launches(graphs, size) for size in sizes))
+    assert {name for name, _ in compiled} == {"maximum_kernel", "race_kernel", "chain_kernel", "_accept_kernel"}
+    for rows in range(1, most + 1):
+        found = launches(eager, rows, truncates=rows % 2 == 0)
+        assert found <= compiled, (rows, found - compiled)

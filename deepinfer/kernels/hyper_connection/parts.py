@@ -82,6 +82,13 @@ class Tile:
         most = triton.cdiv(rows, TILE_ROWS) * self.num_slices(hidden) // 400
         return 1 << max(0, most.bit_length() - 1)
 
+    def row_limits(self, hidden: int) -> list[int]:
+        """Rows up to which :meth:`row_tiles_for` gives one number, of all steps that may be."""
+        if self.row_tiles:
+            return []
+        doublings = [triton.cdiv(400 << power, self.num_slices(hidden)) for power in range(1, 16)]
+        return [TILE_ROWS * (tiles - 1) for tiles in doublings]
+
 
 DEFAULT_TILE = Tile()
 

@@ -85,7 +85,7 @@ def _before_link(
     return tl.sum(mass, axis=0), tl.sum(count, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_per_split", "splits"])
 def chain_kernel(
     logits_ptr,
     kind_ptr,

@@ -8,7 +8,7 @@ import triton.language as tl
 from deepinfer.kernels.sampling.stages import key_of, load_logits, mask_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_per_split"])
 def maximum_kernel(
     logits_ptr,
     kind_ptr,

@@ -40,7 +40,7 @@ def _top_k_floor(group_ptr, row, num_groups, top_k, GROUPS: tl.constexpr):
     return tl.where(floor > (_ORDINAL_OF_MINUS_INF >> 16), value_of(floor << 16), float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_per_split", "splits"])
 def race_kernel(
     logits_ptr,
     kind_ptr,

@@ -119,8 +119,9 @@ class SamplingWorkspace:
         self.list_order = empty(_LIST)
         self.list_race = empty(_LIST)
         self.list_size = empty(dtype=torch.int32)
-        self.arrivals = torch.zeros((2, max_rows), dtype=torch.int32, device=device)
-        """Programs of a row that are done, for the second and the third launch; the last one sets it back to 0."""
+        self.arrivals = torch.zeros((2, -(-max_rows // 4) * 4), dtype=torch.int32, device=device)
+        """Programs of a row that are done, for the second and the third launch; the last one sets it back to 0. Each
+        part is aligned to 16 bytes: Triton compiles kernels anew for other alignments."""
 
     def splits_of(self, rows: int) -> tuple[int, int]:
         """Programs per row, and blocks of 1024 tokens per program."""

@@ -51,7 +51,7 @@ class AcceptedPrefix:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def _accept_kernel(
     sampled_ptr,
     bad_ptr,

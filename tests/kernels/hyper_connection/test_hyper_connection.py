@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.hyper_connection.finish import collapse_head, hc_finish
-from deepinfer.kernels.hyper_connection.parts import ExpertOutputs, Mixes, SplitSums, Tile, Update, new_mixes
+from deepinfer.kernels.hyper_connection.parts import (
+    DEFAULT_TILE,
+    ExpertOutputs,
+    Mixes,
+    SplitSums,
+    Tile,
+    Update,
+    new_mixes,
+)
 from deepinfer.kernels.hyper_connection.write_read import hc_write_read
 from deepinfer.ops import number_formats as nf
 from deepinfer.ops.hyper_connection import hc_mixes, hc_read, hc_write
@@ -174,3 +182,10 @@ def test_head_input_is_read_and_normed(gather: bool, device: torch.device):
     expected = hc_read(trunk[picked], read[picked].double())
     assert _share_different(h, expected) < 2e-3
     assert _share_different(x, rms_norm(h, norm.double(), NORM_EPS)) < 2e-3
+
+
+@pytest.mark.parametrize("hidden", [64, 5120, 7168])
+def test_row_limits_are_where_the_row_tiles_change(hidden):
+    tiles = [DEFAULT_TILE.row_tiles_for(rows, hidden) for rows in range(9001)]
+    changes = [rows for rows in range(1, 9000) if tiles[rows] != tiles[rows + 1]]
+    assert changes == [limit for limit in DEFAULT_TILE.row_limits(hidden) if limit < 9000]
