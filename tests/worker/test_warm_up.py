@@ -221,7 +221,8 @@ def test_sampler_and_draft_are_noted_before_they_are_captured(tmp_path: Path, mo
         assert max(sizes) == draft.max_requests  # the largest is no graph's
 
 
-def test_any_number_of_rows_is_drawn_by_what_the_graphs_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [3, 24, 300])
+def test_any_number_of_rows_is_drawn_by_what_the_graphs_launch(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Steps that no graph samples have other numbers of rows, of requests, and rows that truncate or not."""
     from triton.runtime import interpreter
 
@@ -231,7 +232,7 @@ def test_any_number_of_rows_is_drawn_by_what_the_graphs_launch(monkeypatch: pyte
     from deepinfer.sampling.edits import GrammarMask
     from deepinfer.sampling.row_parameters import RowParameters
 
-    loaded, vocab, cpu, most = set[Key](), 129_280, torch.device("cpu"), 300
+    loaded, vocab, cpu = set[Key](), 129_280, torch.device("cpu")
     graphs, eager = DeviceChoice(vocab, [], cpu), DeviceChoice(vocab, [], cpu)
     graphs.reserve(most)
     logits, parameters = torch.empty(most, vocab), RowParameters.neutral(most, vocab, cpu)
