@@ -91,9 +91,9 @@ OPTIONS: tuple[Option, ...] = (
         kind=Kind.STR,
         default="startup",
         choices=("startup", "lazy", "off"),
-        help="When the fused path captures the CUDA graphs of decoding, short prompts, sampling and drafting: all sizes "
-        "before the first request, each when it is first met, or never. `startup` also compiles what prompts launch, so "
-        "that no request waits for that. Other paths have none.",
+        help="When the fused path captures the CUDA graphs of decoding, short prompts, sampling and drafting: all "
+        "sizes before the first request, each when it is first met, or never. `startup` also compiles what prompts "
+        "launch, so that no request waits for that. Other paths have none.",
     ),
     Option(
         name="num_threads",
