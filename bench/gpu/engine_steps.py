@@ -32,7 +32,7 @@ from deepinfer.config.model_file import model_config_to_dict
 from deepinfer.config.resolve import resolve
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.factory import build_engine
-from deepinfer.entrypoints.collector import spare_lasting_objects
+from deepinfer.entrypoints.collector import lasting_objects_spared
 from deepinfer.sampling.params import SamplingParams
 
 VLLM_WALL_MS = {1: 3.90, 8: 5.60, 32: 11.84, 64: 17.17, 128: 23.40, 256: 28.1}
@@ -50,9 +50,7 @@ def make_engine(num_drafts: int, max_num_seqs: int, max_model_len: int, num_bloc
         "disable_log_stats": True, "prefix_cache": "off",
     }  # fmt: skip
     resolved, _ = resolve(arguments, read_environment({}))
-    engine = build_engine(resolved, progress=False)[0]
-    spare_lasting_objects(engine)  # as an LLM does
-    return engine
+    return build_engine(resolved, progress=False)[0]
 
 
 _CALLS = {
@@ -197,7 +195,8 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for batch in batches:
         try:
-            record = measure(engine, batch, args.context, args.steps, args.drafts, args.temperature)
+            with lasting_objects_spared():  # as LLM.generate does
+                record = measure(engine, batch, args.context, args.steps, args.drafts, args.temperature)
         except Exception as error:
             print(f"B={batch} FAILED {error!r}", *traceback.format_exc().splitlines()[-6:], sep="\n  ", flush=True)
             results.append({"batch": batch, "error": repr(error)})

@@ -62,7 +62,8 @@ def check_unknown_keys(sections: Sequence[Section]) -> None:
                 raise ConfigError(
                     f"config key {section.where}{key} is unknown",
                     why=f"it is like {section.where}{meant[0]}, which is absent",
-                    fix=f"did you mean {meant[0]}? rename the key in config.json, or remove it",
+                    fix=f"did you mean {meant[0]}? then rename the key in config.json; if it is another, remove it, "
+                    f"and give {meant[0]} if the model has one",
                 )
             unknown.append(section.where + key)
     if unknown:

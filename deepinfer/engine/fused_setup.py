@@ -67,6 +67,7 @@ def step_shape(config: EngineConfig) -> StepShape:
     return StepShape(
         max_rows=limits.max_num_batched_tokens,
         max_sampled_rows=limits.max_num_seqs * (1 + limits.num_speculative_tokens),
+        max_graph_rows=max([*steps, *prompts], default=0),
         num_graphs=len(steps) + len(prompts) + len(drafts),
         num_sampler_graphs=len(steps) if samples_in_graphs(config) else 0,
         max_graph_samples=steps[-1] if steps and samples_in_graphs(config) else 0,

@@ -57,7 +57,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """Why and fix for a message of the library's."""
         if "ignored explicit argument" in message:
             flag = _flag_of(message)
-            return f"{flag} takes no value", self._alone(flag)
+            more = "; a text that begins with a minus stands behind --" if self._takes_texts else ""
+            return f"{flag} takes no value", self._alone(flag) + more
         found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if found is not None:
             choices = [choice.strip("'\" ") for choice in found[2].split(",")]
@@ -92,16 +93,20 @@ class ArgumentParser(argparse.ArgumentParser):
             why = f"there is no flag {flags[0]}" if len(flags) == 1 else f"there are no flags {', '.join(flags)}"
             return why, " ".join([*hints, self._help_command])
         before = words[_last_index(words, unknown[0]) - 1]
-        takes_texts = any(action.dest == "prompts" for action in self._actions)
+        text = next(word for word in unknown if word != "--" or len(unknown) == 1)
         if self._takes_no_value(before):
-            more = f"; a further text is --prompt {unknown[0]!r}" if takes_texts else ""
+            more = f"; a further text is --prompt {text!r}" if self._takes_texts else ""
             return f"{before} takes no value", self._alone(before) + more
-        if takes_texts:
+        if self._takes_texts:
             return (
                 "texts stand side by side, and others came before a flag",
-                f"write --prompt {unknown[0]!r}, or put it first",
+                f"write --prompt {text!r}, or put it first",
             )
-        return f"nothing is left that takes {unknown[0]!r}", f"leave it out; {self._help_command}"
+        return f"nothing is left that takes {text!r}", f"leave it out; {self._help_command}"
+
+    @property
+    def _takes_texts(self) -> bool:
+        return any(action.dest == "prompts" for action in self._actions)
 
     def _hint(self, flag: str) -> str | None:
         """Which flags may have been meant: those that begin like this one, otherwise the one that is most like it."""
@@ -121,6 +126,8 @@ class ArgumentParser(argparse.ArgumentParser):
         for flag, word in itertools.pairwise(words):
             if flag == "--":
                 return
+            if isinstance(self._option_string_actions.get(flag), argparse._HelpAction):
+                return  # the help is what it gives, whatever stands behind
             if word.lower() in _TRUTHS and self._takes_no_value(flag):
                 self._refuse(f"{flag} {word}", f"{flag} takes no value", self._alone(flag))
 
@@ -137,7 +144,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def _is_flag(word: str) -> bool:
-    return word.startswith("-") and len(word) > 1 and not re.fullmatch(r"-[\d.].*", word)
+    return word.startswith("-") and word not in ("-", "--") and not re.fullmatch(r"-[\d.].*", word)
 
 
 def _flag_of(message: str) -> str:

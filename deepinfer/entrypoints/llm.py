@@ -21,7 +21,7 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.factory import build_engine
 from deepinfer.engine.output_builder import FINISH_ERROR
 from deepinfer.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamDelta
-from deepinfer.entrypoints.collector import spare_lasting_objects
+from deepinfer.entrypoints.collector import lasting_objects_spared
 from deepinfer.entrypoints.inputs import (
     ParamsArgument,
     PreparedPrompt,
@@ -79,7 +79,6 @@ class LLM:
         engine, more = build_engine(config, ops_pins=ops, progress=progress)
         self._engine: Engine | None = engine
         self._turn = Turn()
-        self._end_sparing = spare_lasting_objects(self)
         self.reasons: tuple[Reason, ...] = (*reasons, *more)
         """Why each option that was left open has its value."""
 
@@ -102,7 +101,6 @@ class LLM:
             if self._engine is not None:
                 self._engine.close()
             self._engine = None
-            self._end_sparing()
 
     def __enter__(self) -> LLM:
         return self
@@ -222,7 +220,7 @@ class LLM:
         return params
 
     def _run(self, prompts: list[PreparedPrompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        with self._turn:
+        with self._turn, lasting_objects_spared():
             engine = self.engine
             results: dict[int, RequestOutput] = {}
             index_of: dict[str, int] = {}

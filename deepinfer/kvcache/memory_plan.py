@@ -63,6 +63,8 @@ class StepShape:
     """Rows of the largest sampling that is a graph."""
     max_graph_drafts: int = 0
     """Sequences of the largest draft that is a graph."""
+    max_graph_rows: int = 0
+    """Rows of the largest captured forward."""
     is_fast: bool = False
     """Numerics ``fast``."""
 
@@ -151,6 +153,7 @@ def step_reserves(text: TextConfig, shape: StepShape) -> tuple[MemoryItem, ...]:
     return (
         MemoryItem(CONTEXT, CONTEXT_BYTES),
         _graphs(shape),
+        _captured_step(text, shape),
         item("streams", rows, trunk, _ACTIVATION_BYTES),
         MemoryItem("sublayer", max(sublayers.values()), f"{rows:,} rows, the largest of: {largest} bytes"),
         item("features for drafts", rows, features, _ACTIVATION_BYTES),
@@ -166,6 +169,18 @@ def _graphs(shape: StepShape) -> MemoryItem:
     kinds = [(shape.num_graphs, BYTES_PER_GRAPH), (shape.num_sampler_graphs, BYTES_PER_SAMPLER_GRAPH)]
     arithmetic = " + ".join(f"{count} x {each / 2**20:.0f} MiB" for count, each in kinds)
     return MemoryItem("graphs", sum(count * each for count, each in kinds), arithmetic)
+
+
+def _captured_step(text: TextConfig, shape: StepShape) -> MemoryItem:
+    """What the largest captured step takes, in the memory of the graphs, which no launched step can use."""
+    rows = shape.max_graph_rows
+    if not rows:
+        return MemoryItem("captured steps", 0)
+    trunk = 3 * text.hc_mult * text.hidden_size * _ACTIVATION_BYTES
+    largest = max(sublayer_bytes(text, rows, shape.is_fast).values())
+    scores = INDEX_SCRATCH_BYTES if text.index_source_layer_ids else 0
+    arithmetic = f"{rows:,} rows x {trunk:,} bytes + sublayer {largest:,} + index scores {scores:,}"
+    return MemoryItem("captured steps", rows * trunk + largest + scores, arithmetic)
 
 
 def _captured_logits(shape: StepShape) -> int:

@@ -72,11 +72,17 @@ class RowParameters:
             "temperature": np.asarray([1.0 if each.is_greedy else each.temperature for each in params], np.float32),
             "min_log_p": np.asarray([math.log(each.min_p) if each.min_p else -math.inf for each in params], np.float32),
             "top_k": np.asarray([bounded_top_k(each.top_k, vocab_size) for each in params], np.int32),
-        }  # the 8-byte columns first, for their alignment
-        packed = to_device(np.concatenate([column.view(np.uint8) for column in columns.values()]), device)
-        parts = packed.split([column.nbytes for column in columns.values()])
-        dtypes = [torch.from_numpy(column).dtype for column in columns.values()]
-        tensors = {name: part.view(dtype) for name, part, dtype in zip(columns, parts, dtypes, strict=True)}
+        }
+        # Each column is aligned to 16 bytes: Triton compiles kernels anew for other alignments.
+        room = 16 * -(-8 * len(states) // 16)
+        packed = np.zeros((len(columns), room), np.uint8)
+        for place, column in zip(packed, columns.values(), strict=True):
+            place[: column.nbytes] = column.view(np.uint8)
+        whole = to_device(packed, device)
+        tensors = {
+            name: place[: column.nbytes].view(torch.from_numpy(column).dtype)
+            for place, (name, column) in zip(whole, columns.items(), strict=True)
+        }
         return cls(**tensors, truncates=Kind.TRUNCATED in kinds)
 
     @classmethod

@@ -78,6 +78,9 @@ def compile_one(key: GrammarKey, info: Any, settings: WorkerSettings) -> Compile
         compiled = str(handle.serialize_json())
     except SchemaError as error:
         return Refused(INVALID_SCHEMA, str(error))
+    except UnicodeDecodeError as error:  # the library's message quotes half of a character
+        said = error.object.decode("utf-8", errors="replace")
+        return Refused(INVALID_SCHEMA, f"the {key.kind} can't be compiled: {_library_message(RuntimeError(said))}")
     except RecursionError:
         return Refused(SCHEMA_TOO_LARGE, f"the {key.kind} is nested too deeply to be compiled")
     except MemoryError:

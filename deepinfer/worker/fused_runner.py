@@ -144,11 +144,24 @@ class FusedRunner(ModelRunner):
         finally:
             self.graphs, self.prompt_graphs = graphs, prompt_graphs
 
+    def compile_sampler(self, show_progress: bool) -> None:
+        """Compile what a sampler without graphs launches."""
+        from deepinfer.worker.sample_step import compile_sampler  # which has the graphs of this runner's forwards
+
+        if self.graph_sizes:
+            compile_sampler(self, show_progress)
+
     def capture_graphs(self, show_progress: bool) -> None:
         """Capture what :meth:`run` replays, at start-up rather than when a size is first met."""
-        with torch.inference_mode():
-            for captured in filter(None, (self.graphs, self.prompt_graphs)):
-                captured.graphs.capture_all(show_progress)
+        if self.graphs is not None:
+            with torch.inference_mode():
+                self.graphs.graphs.capture_all(show_progress)
+
+    def capture_prompts(self, show_progress: bool) -> None:
+        """The same of steps with a prompt."""
+        if self.prompt_graphs is not None:
+            with torch.inference_mode():
+                self.prompt_graphs.graphs.capture_all(show_progress)
 
     def forward(self, step: FusedStep) -> tuple[Tensor, Tensor]:
         """The layers, and the draft's context keys behind them. Launches only."""

@@ -123,8 +123,14 @@ class ModelRunner:
     def compile_kernels(self, prompts: Sequence[Chunk], show_progress: bool) -> None:
         """Compile what steps launch, before the first of them; here everything is there."""
 
+    def compile_sampler(self, show_progress: bool) -> None:
+        """Compile what a sampler without graphs launches; here everything is there."""
+
     def capture_graphs(self, show_progress: bool) -> None:
         """Capture what can be replayed, largest first; here nothing can."""
+
+    def capture_prompts(self, show_progress: bool) -> None:
+        """The same of steps with a prompt."""
 
     def _remember_features(self, plan: StepPlan, state: StepState) -> None:
         assert isinstance(self.draft, DSpark)

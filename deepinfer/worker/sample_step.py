@@ -81,15 +81,8 @@ class SampleStep:
             with compiling("kernels of the sampler", show_progress):
                 for size in filter(self._forwards.graphs.is_captured, self.graphs.sizes):
                     self.run(size)
-                    self._draw_masked(size)
+                    draw_masked(self._runner, self._choice, self._parameters.first(size))
             self.graphs.capture_all(show_progress)
-
-    def _draw_masked(self, size: int) -> None:
-        """Launch what rows under a grammar take, which no graph has."""
-        vocab_size, first = self._runner.config.vocab_size, self._numbers[:1]
-        logits = torch.empty(size, vocab_size, device=first.device)
-        bits = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=first.device)
-        self._choice.draw(logits, self._parameters.first(size), self._numbers[:size], GrammarMask(first, bits))
 
     def takes(self, sampling: Sampling) -> bool:
         """Whether a graph can sample these rows: what their requests ask for is in :class:`RowParameters`."""
@@ -175,3 +168,32 @@ class SampleStep:
         )  # fmt: skip
         emitted = found.token_ids, found.num_accepted, found.is_bad, found.acceptance, found.first_row
         return Outputs(*emitted, chosen, is_bad, positions, firsts, drafts)
+
+
+def draw_masked(runner: FusedRunner, choice: DeviceChoice, parameters: RowParameters) -> None:
+    """Launch what rows under a grammar take, which no graph has."""
+    vocab_size, rows = runner.config.vocab_size, torch.arange(len(parameters.kind), device=runner.device)
+    logits = torch.empty(len(rows), vocab_size, device=runner.device)
+    bits = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=runner.device)
+    choice.draw(logits, parameters, rows, GrammarMask(rows[:1], bits))
+
+
+def compile_sampler(runner: FusedRunner, show_progress: bool) -> None:
+    """Compile what sampler and acceptance launch, where there are no graphs of them: of steps that wait for the host.
+
+    With the rejection verifier, which works on distributions in torch, that is what its drafts are drawn by.
+    """
+    config, device = runner.config, runner.device
+    choice = DeviceChoice(config.vocab_size, [], device)
+    choice.reserve(max(runner.graph_sizes))
+    assert runner.device_tokens is not None
+    with compiling("kernels of the sampler", show_progress), torch.inference_mode():
+        for size in runner.graph_sizes:
+            trunk = torch.zeros(size, config.hc_mult, config.hidden_size, dtype=torch.bfloat16, device=device)
+            logits = runner.fused.logits(trunk, torch.zeros(size, config.hc_mult, device=device))
+            parameters = RowParameters.neutral(size, config.vocab_size, device)
+            rows = torch.arange(size, device=device)
+            chosen, is_bad = choice.draw(logits.contiguous(), parameters, rows)
+            draw_masked(runner, choice, parameters)
+            drafts = torch.zeros(size, runner.device_tokens.num_drafts, dtype=torch.int64, device=device)
+            accept_prefix(chosen, is_bad, drafts, torch.ones_like(rows))

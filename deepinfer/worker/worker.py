@@ -80,8 +80,11 @@ class Worker:
         self.runner.capture_graphs(show_progress)
         if self.sample_step is not None:
             self.sample_step.prepare(show_progress)
+        else:
+            self.runner.compile_sampler(show_progress)
         if self.drafter is not None:
             self.drafter.capture_graphs(show_progress)
+        self.runner.capture_prompts(show_progress)  # last: without memory for these, steps are only launched
         for num_rows in sorted({min(48, max_rows), max_rows}):
             plan = StepPlan(0, (null_prompt(num_rows, decoder_keep),))
             owner = RowOwner(SamplingState(SamplingParams(), [0], vocab_size=self.runner.config.vocab_size))

@@ -101,8 +101,10 @@ def test_memory_is_set_aside_for_graphs_that_are_captured(tiny_path: Path) -> No
     reserves = {
         mode: {item.name: item.num_bytes for item in step_reserves(text, shape)} for mode, shape in shapes.items()
     }
-    of_graphs = "graphs", "logits of captured steps", "logits of captured drafts"
-    assert [reserves["off"][name] for name in of_graphs] == [0, 0, 0]
+    of_graphs = "graphs", "captured steps", "logits of captured steps", "logits of captured drafts"
+    assert [reserves["off"][name] for name in of_graphs] == [0, 0, 0, 0]
+    assert shapes["startup"].max_graph_rows == 512
+    assert reserves["startup"]["captured steps"] > 256 * 2**20 + 512 * 3 * text.hc_mult * text.hidden_size * 2
     graphs = (len(decoding) + len(prompts) + len(drafting)) * 24 + len(decoding) * 4
     assert reserves["startup"]["graphs"] == graphs * 2**20
     assert reserves["startup"]["logits of captured steps"] == 128 * text.vocab_size * 4  # 80 rows, filled up

@@ -83,6 +83,8 @@ def test_texts_behind_flags_are_texts(arguments):
         ("--max-tokens 3 generate x", "the command comes first"),
         ("make-checkpoint d --preset tny", "did you mean tiny?"),
         ("generate a --max-tokens 3 b", "write --prompt 'b'"),
+        ("generate a --max-tokens 3 -- b", "write --prompt 'b'"),
+        ("generate -vegan", "a text that begins with a minus stands behind --"),
         ("generate x --golden-token-ids -1,5", "--golden-token-ids=-VALUE"),
         ("bench --steps 3 4", "leave it out"),
         ("inspect", "`deepinfer inspect --help`"),

@@ -1,21 +1,19 @@
-"""The garbage collector passes over what lives as long as an LLM, and gets it back afterwards."""
+"""The garbage collector passes over lasting objects while requests run, and only then."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from deepinfer import LLM
-from deepinfer.entrypoints.collector import spare_lasting_objects
+from deepinfer import LLM, SamplingParams
+from deepinfer.engine.engine import Engine
+from deepinfer.entrypoints.collector import lasting_objects_spared
 from tests.entrypoints.conftest import SMALL
-
-
-class Owner:
-    """Somebody with a weak reference."""
 
 
 class Ring:
@@ -32,45 +30,65 @@ def nothing_spared() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_lasting_objects_are_passed_over() -> None:
-    before = len(gc.get_objects())
-    owner = Owner()
-    end = spare_lasting_objects(owner)
-    assert len(gc.get_objects()) < before / 10
-    end()
+def test_lasting_objects_are_passed_over_inside() -> None:
+    before, ring = len(gc.get_objects()), Ring()
+    gone = weakref.ref(ring)
+    with lasting_objects_spared():
+        assert len(gc.get_objects()) < before / 10
+        del ring
+        gc.collect()
+        assert gone() is not None
+        young = weakref.ref(Ring())
+        gc.collect()
+        assert young() is None, "what is made inside is collected"
     assert gc.get_freeze_count() == 0
-    end()  # twice is as good as once
-
-
-def test_the_end_of_the_owner_is_the_end() -> None:
-    ring, owner = Ring(), Owner()
-    gone = weakref.ref(ring)
-    spare_lasting_objects(owner)
-    del ring
-    gc.collect()
-    assert gone() is not None, "it should be spared as long as the owner is there"
-    del owner
     gc.collect()
     assert gone() is None
 
 
-def test_what_is_garbage_already_goes() -> None:
-    ring = Ring()
-    gone = weakref.ref(ring)
-    del ring
-    owner = Owner()
-    spare_lasting_objects(owner)
-    assert gone() is None
+def test_the_last_to_leave_ends_it() -> None:
+    inside, leave = threading.Event(), threading.Event()
 
+    def other() -> None:
+        with lasting_objects_spared():
+            inside.set()
+            leave.wait(30)
 
-@pytest.mark.parametrize("closes", [True, False])
-def test_an_engine_that_nobody_uses_any_more_is_freed(closes: bool, model_path: Path) -> None:
-    llm = LLM(model_path, **SMALL)
+    thread = threading.Thread(target=other)
+    with lasting_objects_spared():
+        thread.start()
+        assert inside.wait(30)
     assert gc.get_freeze_count() > 0
+    leave.set()
+    thread.join()
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_program_froze_stays_frozen() -> None:
+    gc.freeze()
+    with lasting_objects_spared():
+        pass
+    assert gc.get_freeze_count() > 0
+
+
+def test_generate_spares_them_and_errors_end_it(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, counts, run_step = LLM(model_path, **SMALL), list[int](), Engine.run_step
+
+    def counting(engine: Engine) -> None:
+        counts.append(gc.get_freeze_count())
+        if len(counts) == 3:
+            raise ValueError("third")
+        run_step(engine)
+
+    monkeypatch.setattr(Engine, "run_step", counting)
+    with pytest.raises(ValueError, match="third"):
+        llm.generate("The sea", SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
+    assert min(counts) > 1000
+    assert gc.get_freeze_count() == 0
+    # Also where the program holds it in a cycle, an engine that nobody uses any more is freed.
+    holder = Ring()
+    holder.llm = llm  # type: ignore[attr-defined]
     runner = weakref.ref(llm.engine.runner)
-    if closes:
-        llm.close()
-    else:
-        del llm
+    del llm, holder
     gc.collect()
     assert runner() is None

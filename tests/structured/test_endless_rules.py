@@ -84,6 +84,14 @@ def test_the_empty_text_alone_is_a_language() -> None:
     assert isinstance(compile_one(Ebnf('root ::= ""').grammar_key, vocabulary().info, _settings()), Compiled)
 
 
+@pytest.mark.parametrize("grammar", ['größe ::= "x"\nroot ::= größe', 'root ::= "x" | ä'])
+def test_a_rule_name_that_the_library_cannot_read_is_no_crash(grammar: str) -> None:
+    reply = compile_one(Ebnf(grammar).grammar_key, vocabulary().info, _settings())
+    assert isinstance(reply, Refused)
+    assert reply.kind == INVALID_SCHEMA
+    assert "can't be compiled" in reply.message
+
+
 def _settings() -> WorkerSettings:
     return WorkerSettings(
         token_bytes=vocabulary().token_bytes,

@@ -7,7 +7,6 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from deepinfer.checkpoint.device_loader import DeviceLoader
 from deepinfer.checkpoint.reader import open_checkpoint
 from deepinfer.config.scheduler import SchedulerConfig
 from deepinfer.messages import StepPlan
+from deepinfer.sampling.params import SamplingParams
+from deepinfer.sampling.state import SamplingState
 from deepinfer.worker.graph_set import GraphPool
 from deepinfer.worker.warm_up import null_prompts
 from tests.engine.support import chunk_of, make_checkpoint, make_engine, random_ids
@@ -238,9 +239,8 @@ def test_any_number_of_rows_is_drawn_by_what_the_graphs_launch(monkeypatch: pyte
     logits, parameters = torch.empty(most, vocab), RowParameters.neutral(most, vocab, cpu)
     grammar = GrammarMask(torch.arange(1), torch.zeros(1, vocab // 32, dtype=torch.int32))
 
-    def launches(choice: DeviceChoice, rows: int, truncates: bool = True) -> set[Key]:
+    def launches(choice: DeviceChoice, rows: int, given: RowParameters) -> set[Key]:
         loaded.clear()
-        given = replace(parameters.first(rows), truncates=truncates)
         for mask in (None, grammar):
             token_ids, is_bad = choice.draw(logits[:rows], given, torch.zeros(rows, dtype=torch.int64), mask)
         drafts = torch.zeros(rows, 5, dtype=torch.int64)
@@ -253,8 +253,21 @@ def test_any_number_of_rows_is_drawn_by_what_the_graphs_launch(monkeypatch: pyte
         lambda kernel, _grid: lambda *values, **named: loaded.add(triton_key(kernel, values, named)),
     )
     sizes = graph_sizes(SchedulerConfig(max_num_seqs=most))
-    compiled = set[Key]().union(*(launches(graphs, size) for size in sizes))
+    compiled = set[Key]().union(*(launches(graphs, size, parameters.first(size)) for size in sizes))
     assert {name for name, _ in compiled} == {"maximum_kernel", "race_kernel", "chain_kernel", "_accept_kernel"}
+    states = [SamplingState(SamplingParams(**each), [1], vocab_size=vocab) for each in ({}, {"top_k": 5})]
     for rows in range(1, most + 1):
-        found = launches(eager, rows, truncates=rows % 2 == 0)
+        given = RowParameters.of([states[rows % 2]] * rows, vocab, cpu)
+        assert given.truncates == rows % 2
+        found = launches(eager, rows, given)
         assert found <= compiled, (rows, found - compiled)
+
+
+def test_a_sampler_without_graphs_is_compiled_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded(tmp_path, monkeypatch, num_drafts=5) as (runner, loaded):
+        runner.compile_sampler(show_progress=False)
+        names = {name for name, _ in loaded}
+        assert names >= {"_collapse_kernel", "maximum_kernel", "race_kernel", "chain_kernel", "_accept_kernel"}
+        of_race = {value for name, values in loaded if name == "race_kernel" for value in values}
+        assert of_race >= {("MASKED", True), ("MASKED", False)}
+        assert not any(runner.graphs.graphs.is_captured(size) for size in SIZES)
