@@ -56,29 +56,36 @@ def test_graph_and_failed_capture_give_what_launches_give(tmp_path: Path, monkey
 
 
 def test_a_graph_takes_chunks_of_any_length_beside_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same steps of the same tokens, launched in one pair of state slots and replayed in another."""
+    """A step launched in one pair of state slots and replayed in another leaves the same in rings and blocks."""
     path = make_checkpoint(tmp_path / "model", hc_sinkhorn_iters=2)
     runner = fused_runner(make_engine(path, num_speculative_tokens=0), path)
     monkeypatch.setattr(GraphPool, "capture", capture_on_cpu)
-    graphs = ForwardGraphs(runner, (4, 16), 4, runner.graph_pool, "prompts", keys_first=False)
-    ids, other = random_ids(9), random_ids(2, seed=1)
+    geometry, ids, other = runner.caches.geometry, random_ids(8), random_ids(1, seed=1)
 
-    def steps(first: int, second: int) -> list[Tensor]:
-        def chunk(tokens: list[int], begin: int, count: int, slot: int, is_prefill: bool) -> Chunk:
-            made = chunk_of(tokens, begin, count, (slot + 4,), slot, str(slot))
+    def step(first: int, second: int) -> Tensor:
+        def chunk(tokens: list[int], slot: int, is_prefill: bool) -> Chunk:
+            made = chunk_of(tokens, 0, len(tokens), (slot + 4,), slot, str(slot))
             return made._replace(is_prefill=is_prefill, num_sampled=1)
 
-        plans = [
-            [chunk(other, 0, 1, second, False), chunk(ids, 0, 8, first, True)],  # longer than the ring's spare room
-            [chunk(ids, 8, 1, first, False), chunk(other, 1, 1, second, False)],
-        ]
-        return [runner.run(StepPlan(0, tuple(chunks))).sample_logits() for chunks in plans]
+        # Eight rows are more than the rings have to spare.
+        return runner.run(StepPlan(0, (chunk(other, second, False), chunk(ids, first, True)))).sample_logits()
 
-    expected = steps(1, 2)
+    expected = step(1, 2)
+    graphs = ForwardGraphs(runner, (10,), 4, runner.graph_pool, "prompts", keys_first=False)
     runner.prompt_graphs = graphs
-    found = steps(3, 4)
-    assert graphs.graphs.num_replays == 2
-    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert torch.equal(step(3, 4), expected)
+    assert graphs.graphs.num_replays == 1
+    for layer in runner.caches.layers:
+        by_slot = [layer.window.data, layer.pairs]
+        by_block = [store.data for store in (layer.entries, layer.index_keys) if store is not None]
+        for data in [each for each in by_slot if each is not None]:
+            parts = data.view(torch.uint8).unflatten(0, (geometry.num_slots, -1))
+            assert parts[1].any()
+            assert torch.equal(parts[3:5], parts[1:3])
+        for data in by_block:
+            parts = data.unflatten(0, (geometry.num_blocks, -1))
+            assert parts[5].any()
+            assert torch.equal(parts[7:9], parts[5:7])
 
 
 def test_steps_that_scan_much_are_launched(tmp_path: Path) -> None:
