@@ -40,6 +40,7 @@ def test_graph_and_failed_capture_give_what_launches_give(tmp_path: Path, monkey
     path = make_checkpoint(tmp_path / "model", hc_sinkhorn_iters=2)
     engine = make_engine(path, num_speculative_tokens=0)
     runner, ids = fused_runner(engine, path), random_ids(3)
+    runner.fused.layers = runner.fused.layers[:5]  # for speed
     plans = [StepPlan(0, (chunk_of(ids, 0, 1, (5,), slot),)) for slot in (1, 2, 3)]
     expected = runner.run(plans[0]).sample_logits()
     monkeypatch.setattr(GraphPool, "capture", capture_on_cpu)
@@ -59,6 +60,7 @@ def test_a_graph_takes_chunks_of_any_length_beside_decoding(tmp_path: Path, monk
     """A step launched in one pair of state slots and replayed in another leaves the same in rings and blocks."""
     path = make_checkpoint(tmp_path / "model", hc_sinkhorn_iters=2)
     runner = fused_runner(make_engine(path, num_speculative_tokens=0), path)
+    runner.fused.layers = runner.fused.layers[:5]  # for speed; windows and both ratios are among them
     monkeypatch.setattr(GraphPool, "capture", capture_on_cpu)
     geometry, ids, other = runner.caches.geometry, random_ids(8), random_ids(1, seed=1)
 
@@ -75,7 +77,8 @@ def test_a_graph_takes_chunks_of_any_length_beside_decoding(tmp_path: Path, monk
     runner.prompt_graphs = graphs
     assert torch.equal(step(3, 4), expected)
     assert graphs.graphs.num_replays == 1
-    for layer in runner.caches.layers:
+    assert sum(layer.entries is not None for layer in runner.caches.layers[:5]) == 2
+    for layer in runner.caches.layers[:5]:
         by_slot = [layer.window.data, layer.pairs]
         by_block = [store.data for store in (layer.entries, layer.index_keys) if store is not None]
         for data in [each for each in by_slot if each is not None]:

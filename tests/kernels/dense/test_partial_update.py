@@ -78,7 +78,7 @@ def test_drafts_have_the_same_bits(path: Path, monkeypatch: pytest.MonkeyPatch) 
             propose(slots, drafts, confidence)
 
         engine.worker.slots.propose = noted  # type: ignore[method-assign]
-        engine.add_request(random_ids(9), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+        engine.add_request(random_ids(9), SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
         while engine.has_work():
             engine.step()
         return found
