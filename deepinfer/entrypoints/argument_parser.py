@@ -93,7 +93,7 @@ class ArgumentParser(argparse.ArgumentParser):
             why = f"there is no flag {flags[0]}" if len(flags) == 1 else f"there are no flags {', '.join(flags)}"
             return why, " ".join([*hints, self._help_command])
         before = words[_last_index(words, unknown[0]) - 1]
-        text = next(word for word in unknown if word != "--" or len(unknown) == 1)
+        text = next((word for word in unknown if word != "--"), unknown[0])
         if self._takes_no_value(before):
             more = f"; a further text is --prompt {text!r}" if self._takes_texts else ""
             return f"{before} takes no value", self._alone(before) + more

@@ -12,18 +12,12 @@ import pytest
 import torch
 
 from tests.engine.requests import mixed_cases
-from tests.engine.support import make_checkpoint
 from tests.engine.test_circumstances import EVERYTHING, compare_everything
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

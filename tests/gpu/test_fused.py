@@ -18,7 +18,7 @@ from deepinfer.engine.engine import Engine
 from deepinfer.messages import StepPlan
 from deepinfer.sampling.params import SamplingParams
 from tests.engine.requests import random_cases, run_crowd
-from tests.engine.support import chunk_of, logits_in_pieces, make_checkpoint, make_engine, random_ids
+from tests.engine.support import chunk_of, logits_in_pieces, make_engine, random_ids
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,11 +27,6 @@ pytestmark = [
 MODEL = Path(deepinfer.__file__).parent / "data" / "tiny_v41"
 TIE = 2**-6
 """Of the largest logit: what the last roundings of a few layers can move."""
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def nvidia(path: Path, **arguments: Any) -> Engine:

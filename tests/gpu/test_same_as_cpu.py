@@ -15,17 +15,12 @@ import torch
 from deepinfer.messages import StepPlan
 from deepinfer.sampling.params import SamplingParams
 from tests.engine.requests import random_cases, run_crowd
-from tests.engine.support import chunk_of, logits_in_pieces, make_checkpoint, make_engine, random_ids
+from tests.engine.support import chunk_of, logits_in_pieces, make_engine, random_ids
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def test_logits_and_chunking(path: Path) -> None:
